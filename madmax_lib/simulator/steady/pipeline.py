@@ -14,7 +14,7 @@ import numpy as np
 
 from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.rates.compute import Number
-from madmax_lib.simulator.steady.layer_costs import KindCost, LayerCosts
+from madmax_lib.simulator.steady.layer_costs import LayerCosts
 from madmax_lib.simulator.steady.stages import Stages
 
 
@@ -51,7 +51,7 @@ def bubble_s(steps: Steps, costs: LayerCosts, stages: Stages) -> Number:
     return np.where(split, filled, bubble)
 
 
-def _interleaved_bubble_s(steps: Steps, stages: Stages, bubble: Number):
+def _interleaved_bubble_s(steps, stages, bubble):
     """Bubble where chunks interleave, from that of whole stages: it fills and drains
     through the first chunks.
 
@@ -107,9 +107,7 @@ def short_batch_s(steps: Steps, usual: Stages, short: Stages) -> Number:
     return np.where(plan.schedule == "gpipe", 0.0, added_s)
 
 
-def _least_pass_s(
-    stages: Stages, layers: Number, others: Number, head: KindCost | None = None
-):
+def _least_pass_s(stages, layers, others, head=None):
     """Least of F and W of a stage with so many layers and B of a stage with others."""
     passes = stages.passes
     head_forward_s, head_wgrad_s = 0.0, 0.0
@@ -158,7 +156,7 @@ def messages_s(steps: Steps, costs: LayerCosts, stages: Stages) -> Number:
     return np.where(pp > 1, exposed_s, 0.0)
 
 
-def _message_s(steps: Steps, costs: LayerCosts):
+def _message_s(steps, costs):
     """Seconds of a message between neighbouring stages, of which some lie on one node."""
     plan = steps.plan
     prices = costs.prices
@@ -171,7 +169,7 @@ def _message_s(steps: Steps, costs: LayerCosts):
     return near_s + crossing * (far_s - near_s)
 
 
-def _rendezvous_s(steps: Steps, stages: Stages, one_s: Number):
+def _rendezvous_s(steps, stages, one_s):
     """Messages that travel when both stages wait for them, on the longest path
     (`events.passes`).
 

@@ -5,7 +5,7 @@ codes.
 import contextlib
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -98,7 +98,7 @@ def with_exact_times(
         raise NotATrace(f"{path}: lists nested too deep for a profiler trace") from None
 
 
-def _gather(trace: RawTrace, exact: bool):
+def _gather(trace, exact):
     codes = {key: Codes() for key in ("name", "category", "thread", "group")}
     codes["group"].of([""])  # code 0: none
     if data := packets_of(trace):
@@ -116,7 +116,7 @@ def _gather(trace: RawTrace, exact: bool):
     )
 
 
-def _of_events(trace: RawTrace, exact: bool, codes: dict[str, Codes]):
+def _of_events(trace, exact, codes):
     """Columns of a Chrome trace, piece by piece, and the rank that it tells."""
     # bytes that grow: arrays of each piece would keep its memory in use
     columns = defaultdict(bytearray)
@@ -142,7 +142,7 @@ def _of_events(trace: RawTrace, exact: bool, codes: dict[str, Codes]):
     return arrays, group_rank
 
 
-def _of_packets(trace: RawTrace, data: bytes, codes: dict[str, Codes]):
+def _of_packets(trace, data, codes):
     """Columns of a file of packets, and the rank that it tells."""
     packets = read_packets(trace, data, Args.__struct_encode_fields__)
     texts = list(packets.texts)
@@ -176,7 +176,7 @@ def _of_packets(trace: RawTrace, data: bytes, codes: dict[str, Codes]):
     return columns, _first_rank(args)
 
 
-def _first_rank(args: Iterable[Args]):
+def _first_rank(args):
     ranks = map(_global_rank, args)
     return next((rank for rank in ranks if rank is not None), None)
 
@@ -214,7 +214,7 @@ def complete(events: list[Event]) -> list[Event]:
     ]
 
 
-def _with_annotation(args: Args):
+def _with_annotation(args):
     """Args with what a list of annotations tells of a collective."""
     with contextlib.suppress(msgspec.DecodeError, TypeError):
         for inner in msgspec.json.decode(args.annotation, type=list[type(args)]):
@@ -228,7 +228,7 @@ def _with_annotation(args: Args):
     return args
 
 
-def _piece(rows: list[Event], codes: dict[str, Codes], exact: bool):
+def _piece(rows, codes, exact):
     start_ns, start_is_number = nanoseconds([e.ts for e in rows], exact)
     dur_ns, dur_is_number = nanoseconds([e.dur for e in rows], exact)
     sound = start_is_number & dur_is_number
@@ -256,7 +256,7 @@ def _piece(rows: list[Event], codes: dict[str, Codes], exact: bool):
     }
 
 
-def _streams(streams: np.ndarray):
+def _streams(streams):
     """(n,) int32 stream numbers, -1 for none; one too large for that keeps its lower
     bits.
     """
@@ -265,7 +265,7 @@ def _streams(streams: np.ndarray):
     return small.astype(np.int32)
 
 
-def _notes(args: list[Args], groups: Codes):
+def _notes(args, groups):
     """Sizes in bytes (n,) and codes of groups (n,), of the few events that tell them."""
     sizes = np.full(len(args), np.nan)
     codes = np.zeros(len(args), dtype=np.int32)
@@ -286,7 +286,7 @@ def _notes(args: list[Args], groups: Codes):
     return sizes, codes
 
 
-def _distinct(codes: dict, rows: np.ndarray):
+def _distinct(codes, rows):
     """Names as text; two values that print alike (1 and "1") become one."""
     texts = [name if isinstance(name, str) else str(name) for name in codes]
     if len(set(texts)) == len(texts):
@@ -298,7 +298,7 @@ def _distinct(codes: dict, rows: np.ndarray):
     return list(merged)
 
 
-def _size_bytes(args: Args):
+def _size_bytes(args):
     """Bytes of a copy, or of a collective's larger side; NaN where the event does not
     say.
     """
@@ -313,7 +313,7 @@ def _size_bytes(args: Args):
     return size if abs(size) < 2**63 else float("nan")
 
 
-def _global_rank(args: Args):
+def _global_rank(args):
     """Rank from a collective's metadata: Rank counts inside the group, whose members
     the event may list.
     """

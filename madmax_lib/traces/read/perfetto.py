@@ -10,7 +10,7 @@ import json
 import zlib
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 
 import msgspec
@@ -110,12 +110,12 @@ def chrome_lists(raw: RawTrace, data: bytes) -> Iterator[bytes]:
         yield msgspec.json.encode(events[low : low + _LINES])
 
 
-def _us(ns: int):
+def _us(ns):
     """Microseconds with all their decimals."""
     return msgspec.Raw(b"%d.%03d" % divmod(ns, 1000))
 
 
-def _bounds(raw: RawTrace, data: bytes):
+def _bounds(raw, data):
     """(2, packets) first byte of each and the one after its last."""
     size = len(data) - len(PADDING)
     bounds = array("q")
@@ -141,7 +141,7 @@ def _bounds(raw: RawTrace, data: bytes):
     return np.array(bounds, dtype=np.int64).reshape(-1, 2).T
 
 
-def _unpacked(packets: Messages, bounds: np.ndarray, compressed: np.ndarray):
+def _unpacked(packets, bounds, compressed):
     """Bytes of a file with compressed packets, fields by packet, in their places."""
     data = packets.data
     ends = [0, *bounds[1].tolist()]
@@ -258,28 +258,28 @@ class Packets:
             table = _Table(self.era[packet], entries.numbers(1), packet, value)
             self.tables[name] = table
 
-    def _in_table(self, messages: Messages, number: int, table: str, default):
+    def _in_table(self, messages, number, table, default):
         """(n,) what a table of its sequence says of a field's number."""
         packet = messages.packet
         numbers = messages.numbers(number)
         return self.tables[table].latest(self.era[packet], numbers, packet, default)
 
-    def _inline(self, messages: Messages, number: int, default):
+    def _inline(self, messages, number, default):
         """Codes (n,) of the texts of a field."""
         code, texts = messages.texts(number)
         is_inline = messages.first(number, BYTES) > 0
         return np.where(is_inline, self.texts.of(texts)[code], default)
 
-    def _named(self, messages: Messages, inline: int, number: int, table, default=0):
+    def _named(self, messages, inline, number, table, default=0):
         """Codes (n,) of texts, in one field, or in a table by another."""
         codes = self._in_table(messages, number, table, default)
         return self._inline(messages, inline, codes)
 
-    def _renamed(self, codes: np.ndarray, rename: Callable[[str], str]):
+    def _renamed(self, codes, rename):
         """Codes (n,) of other names for some texts."""
         return self.texts.of(list(map(rename, self.texts)))[codes]
 
-    def _wanted(self, codes: np.ndarray):
+    def _wanted(self, codes):
         """(n,) whether keys are to be kept."""
         wanted = [self.keys is None or text in self.keys for text in self.texts]
         return np.array(wanted)[codes]
@@ -287,7 +287,7 @@ class Packets:
     def _strings(self):
         return np.array(list(self.texts), dtype=object)
 
-    def _times_ns(self, raw: RawTrace, happens: np.ndarray):
+    def _times_ns(self, raw, happens):
         """Time (packets,) of each; happens: where it is asked for."""
         value = self.packets.numbers(8)
         clock = self.packets.numbers(58, self.clock)
@@ -317,7 +317,7 @@ class Packets:
         value[rows] = at_ns[row] + np.where(steps, summed_ns, since_ns)
         return value
 
-    def _slices(self, notes: list):
+    def _slices(self, notes):
         """(5, n) packet, duration, category, name and thread of slices."""
         events = self.packets.one(11)
         track = events.numbers(11, self.track)
@@ -344,7 +344,7 @@ class Packets:
         notes.append([annotations.packet, key[wanted], self._values(annotations)])
         return np.stack([begins, dur_ns, category, name, threads[code]])
 
-    def _threads(self, numbers: np.ndarray):
+    def _threads(self, numbers):
         """Codes (n,) of the threads of tracks, and whether they are a GPU's streams."""
         tracks = self.tracks
         number = tracks.numbers(1)
@@ -365,7 +365,7 @@ class Packets:
         threads = self.threads.of([(pid, tid % 2**64) for pid, tid, _ in rows])
         return threads, np.array([on_gpu for _, _, on_gpu in rows], dtype=bool)
 
-    def _stages(self, notes: list):
+    def _stages(self, notes):
         """(5, n) packet, duration, category, name and thread of render stages."""
         stages = self.packets.inside(53)
         kind = self._in_table(stages, 14, "stage", self.texts["Kernel"])
@@ -395,7 +395,7 @@ class Packets:
         thread = self.threads.of(threads)
         return np.stack([stages.packet, dur_ns, category, name, thread])
 
-    def _values(self, notes: Messages):
+    def _values(self, notes):
         """Values (n,) of debug annotations."""
         values = np.zeros(len(notes), dtype=object)
         kinds = {
@@ -424,7 +424,7 @@ class Packets:
                 values[note] = dict(each) if number == 11 else [v for _, v in each]
         return values
 
-    def _samples(self, counters: Messages, samples: Messages):
+    def _samples(self, counters, samples):
         # descriptors of tables count from 0 up, those of events from -1 down
         inline = -1 - np.arange(len(counters))
         number = self._in_table(counters, 4, "counter", inline)
@@ -446,7 +446,7 @@ class Packets:
         ]
 
 
-def _pairs(kind: np.ndarray, track: np.ndarray, time_ns: np.ndarray):
+def _pairs(kind, track, time_ns):
     """Beginnings of slices and their ends.
 
     A block of beginnings and an equally long one of ends on the same tracks belong
