@@ -6,10 +6,15 @@ from madmax_lib.calibration.job.another_plan import (
 )
 from madmax_lib.calibration.judge.intervals import *
 from madmax_lib.calibration.judge.intervals import (
+    comparison_widths as comparison_widths,
     constants_of as constants_of,
     determined_by as determined_by,
+    level as level,
     leverage as leverage,
+    sensitivities as sensitivities,
+    spread as spread,
     strongest_pairs as strongest_pairs,
+    with_errors as with_errors,
 )
 from madmax_lib.calibration.kernels.fit import (
     fit_rates as fit_rates,
@@ -46,10 +51,4 @@ from madmax_lib.calibration.verdict.expect import (
 from madmax_lib.calibration.verdict.overlap import (
     overlap_errors as overlap_errors,
     overlap_facts as overlap_facts,
-)
-from madmax_lib.calibration.verdict.strangers import (
-    new_rows as new_rows,
-    spread_of_both as spread_of_both,
-    strange_rows as strange_rows,
-    unknown_rows as unknown_rows,
 )

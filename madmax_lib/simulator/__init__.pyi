@@ -33,6 +33,8 @@ from madmax_lib.simulator.power import (
 from madmax_lib.simulator.rates.parameters import (
     Parameters as Parameters,
     bounds as bounds,
+    load as load,
+    save as save,
     shipped as shipped,
 )
 from madmax_lib.simulator.simulate import simulate as simulate

@@ -6,13 +6,13 @@ import numpy as np
 import pandas as pd
 import pytest
 from scipy.stats import norm, t
+from shipped import spread_of_both
 
 from madmax_lib.calibration.fit import gradient
 from madmax_lib.calibration.judge import intervals
 from madmax_lib.calibration.published.rows import to_steps
 from madmax_lib.calibration.scale import FittingScale
 from madmax_lib.calibration.verdict import accuracy
-from madmax_lib.calibration.verdict.strangers import spread_of_both
 from madmax_lib.simulator.rates.parameters import bounds, shipped
 from madmax_lib.simulator.steady.step_time import step_time
 from madmax_lib.simulator.uncertainty import COMPONENTS, components

@@ -1,5 +1,9 @@
-"""Stacks that nobody has met: what is known of one before any of its rows, learned from
-stacks that were left out and from published ones that no fit has seen.
+"""The constants that the workbench ships: those of all its rows, with the intervals
+that sources left out give, and with what stacks left out say of stacks nobody has met.
+
+    python benchmarks/shipped.py
+
+writes `madmax_lib/data/parameters.json`, unless the same constants stand there already.
 
 Each stack of the published rows is left out of a refit whole and priced as software
 that is in no table. Their errors say how much slower than its kind a stranger runs its
@@ -9,19 +13,30 @@ final judgement: nothing is learned from it.
 """
 
 import hashlib
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
 
+import loky
 import numpy as np
 import pandas as pd
 
-from madmax_lib.calibration.fit import known_rows, usable
-from madmax_lib.calibration.judge.intervals import folds, level, spread, with_errors
-from madmax_lib.calibration.published.rows import read_rows
-from madmax_lib.catalog.datasets import local_data
-from madmax_lib.catalog.software import STRANGER
-from madmax_lib.simulator.rates.parameters import Parameters, bounds
-from madmax_lib.simulator.uncertainty import width_of
+from madmax_lib.calibration import (
+    comparison_widths,
+    fit,
+    folds,
+    known_rows,
+    level,
+    read_rows,
+    sensitivities,
+    spread,
+    usable,
+    with_errors,
+)
+from madmax_lib.catalog import STRANGER, local_data
+from madmax_lib.simulator import Parameters, bounds, load, save, width_of
 
 _PRIOR = f"stack_rate:{STRANGER}"
 _SIGMAS = 1.645  # from the middle of a normal distribution to the ends of its 90 %
@@ -40,6 +55,65 @@ _ABOUT = [
     "score",
     "implied_mfu_pct",
 ]
+# relative differences: where the fit stops, which another machine's arithmetic shifts,
+# and digits that the file has
+_SAME_CONSTANTS = 1e-4
+_SAME_INTERVALS = 1e-3
+# Variables that BLAS and LAPACK read once, when numpy loads them. Sums of several
+# threads are rounded in another order, which moves where a fit stops.
+_ONE_THREAD = {
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
+    "VECLIB_MAXIMUM_THREADS": "1",
+}
+
+
+def ship(path: str | Path) -> Parameters:
+    """Fit the constants of all `known_rows` and write them with their intervals.
+
+    The intervals are those that sources left out give. A file that has the same
+    constants and intervals, but for digits that the fit leaves open, stays as it is.
+    The fit runs in a process of its own, on one thread whatever the machine has.
+    """
+    rows = known_rows()
+    with loky.ProcessPoolExecutor(1, env=_ONE_THREAD) as process:
+        fitted = process.submit(_fitted, rows[usable(rows)]).result()
+    if Path(path).exists() and _same(present := load(path), fitted):
+        return present
+    save(fitted, path)
+    return fitted
+
+
+def _fitted(rows):
+    """The constants of rows with their intervals."""
+    fitted = fit.fit(rows)
+    fitted = replace(fitted, sensitivities=sensitivities(rows, fitted))
+    # errors of further sources and stacks set the components, those of further models
+    # the width of a comparison
+    without_source = folds(rows, by="source", near=fitted)
+    without_model = folds(rows, near=fitted)
+    strangers = unknown_rows(rows, fitted)
+    widths = spread_of_both(without_source, strangers) | comparison_widths(
+        without_model
+    )
+    return with_prior(fitted, widths)
+
+
+def _same(a, b):
+    """From the same rows, and no further apart than fits on two machines are."""
+    same_rows = a.provenance["sha256"] == b.provenance["sha256"]
+    if not same_rows or a.fitted != b.fitted or set(a.residuals) != set(b.residuals):
+        return False
+    same_constants = (
+        np.isclose(value, b.constants[name], rtol=_SAME_CONSTANTS)
+        for name, value in a.constants.items()
+    )
+    same_intervals = (
+        np.isclose(size, b.residuals[name], rtol=_SAME_INTERVALS)
+        for name, size in a.residuals.items()
+    )
+    return all(same_constants) and all(same_intervals)
 
 
 def new_rows(*, aside: bool = False) -> pd.DataFrame:
@@ -106,6 +180,18 @@ def spread_of_both(table: pd.DataFrame, strangers: pd.DataFrame) -> dict[str, fl
     return sizes | {"pace": level(strangers, spreads)}
 
 
+def beside(strangers: pd.DataFrame) -> Callable[[pd.DataFrame, str], dict[str, float]]:
+    """Sizes by the rows of other sources than one, and by the strangers of others, as
+    `calibration.coverage` takes them.
+    """
+
+    def sizes_of(others, source):
+        elsewhere = ~strangers["source"].str.startswith(source)
+        return spread_of_both(others, strangers[elsewhere])
+
+    return sizes_of
+
+
 def with_prior(parameters: Parameters, sizes: dict[str, float]) -> Parameters:
     """Constants with the sizes of `spread_of_both` as their residuals, and with what
     these say of strangers.
@@ -122,3 +208,7 @@ def with_prior(parameters: Parameters, sizes: dict[str, float]) -> Parameters:
         intervals={**parameters.intervals, _PRIOR: (rate / factor, rate * factor)},
         residuals=residuals,
     )
+
+
+if __name__ == "__main__":
+    ship(Path(str(files("madmax_lib") / "data" / "parameters.json")))
