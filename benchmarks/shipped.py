@@ -22,22 +22,40 @@ from pathlib import Path
 import loky
 import numpy as np
 import pandas as pd
+from scipy.stats import norm, t
 
 from madmax_lib.calibration import (
-    comparison_widths,
+    FittingScale,
+    class_of,
     fit,
     folds,
     known_rows,
     level,
     read_rows,
-    sensitivities,
     spread,
+    to_steps,
     usable,
+    weighted_quantile,
     with_errors,
 )
 from madmax_lib.catalog import STRANGER, local_data
-from madmax_lib.simulator import Parameters, bounds, load, save, width_of
+from madmax_lib.simulator import (
+    PARTS,
+    Parameters,
+    bounds,
+    constant_index,
+    load,
+    save,
+    step_time,
+    width_of,
+)
 
+_INSIDE = 0.9  # share of the rows that shall lie in their interval
+_CLOSE = 1.5  # slowness of layouts that somebody would choose between
+_FEWEST = 3  # sources; Student's t has heavy tails below
+# squared shares that hold slopes down; slopes below `_LEAST` matter to nobody
+_RIDGE = 0.3
+_LEAST = 0.03
 _PRIOR = f"stack_rate:{STRANGER}"
 _SIGMAS = 1.645  # from the middle of a normal distribution to the ends of its 90 %
 # what says which run a row is; and columns that are about rows, not runs
@@ -178,6 +196,77 @@ def spread_of_both(table: pd.DataFrame, strangers: pd.DataFrame) -> dict[str, fl
     excess = np.maximum(rest**2 - width_of(strangers, sizes) ** 2, 0.0)
     spreads = np.sqrt(excess) / (sizes["quantile"] * strangers["pace"].abs())
     return sizes | {"pace": level(strangers, spreads)}
+
+
+def comparison_widths(table: pd.DataFrame) -> dict[str, float]:
+    """Log half-widths of one run over another of the same source and model, by class.
+
+    What machine and software do to all runs alike cancels in (measured / predicted), so
+    plans are compared more surely than they are timed. Every group counts alike,
+    whatever its pairs; keys are "layouts dense" and "layouts mixture".
+    """
+    table = table[fit.slowness(table) <= _CLOSE]
+    widths = {}
+    for name, rows in table.groupby(class_of(table), sort=False):
+        scores = []
+        weights = []
+        groups = 0
+        for _, errors in rows.groupby("group")["log_error"]:
+            errors = errors.to_numpy(float)
+            # indices of the upper triangle: each pair of runs once
+            first, second = np.triu_indices(len(errors), 1)
+            pairs = np.abs(errors[first] - errors[second])
+            scores += pairs.tolist()
+            weights += [1 / max(len(pairs), 1)] * len(pairs)
+            groups += len(pairs) > 0
+        if scores:
+            # few groups show too little of the spread, by as much as t exceeds the
+            # normal
+            freedom = max(groups, _FEWEST) - 1
+            end = (1 + _INSIDE) / 2
+            widening = float(t.ppf(end, freedom) / norm.ppf(end))
+            width = weighted_quantile(np.array(scores), np.array(weights))
+            widths[f"layouts {name}"] = width * widening
+    return widths
+
+
+def sensitivities(
+    rows: pd.DataFrame, parameters: Parameters
+) -> dict[str, dict[str, float]]:
+    """Slopes of log step_s by name of a constant and part of the step.
+
+    A slope is the relative change of a step that consists of that part over the
+    relative change of the constant. Least squares of the slopes of the rows of the fit
+    over the shares of the parts; so a table of plans gets its intervals without a slope
+    of its own.
+    """
+    steps = to_steps(rows)
+    scale = FittingScale.of(parameters.fitted)
+    point = scale.point(parameters.constants)
+    row_of = parameters.uncertainty[0]
+    fitted = [row_of[name] for name in scale.names]
+    slopes = np.zeros((len(rows), len(bounds())))
+    slopes[:, fitted] = fit.gradient(steps, scale, point, parameters)
+    times = step_time(steps, parameters)
+    # (n, parts) shares of each step
+    shares = np.stack([times[part] for part in PARTS], axis=1)
+    shares = shares / times["step_s"][:, None]
+    result = {}
+    for name in bounds()["name"].loc[list(scale.names)].unique():
+        constant = np.broadcast_to(constant_index(steps, name, row_of), len(rows))
+        moved = np.isin(constant, fitted)
+        # ridge: a further row per part that pulls its slope to 0
+        pull = np.vstack([shares[moved], np.sqrt(_RIDGE) * np.eye(len(PARTS))])
+        of_steps = np.r_[slopes[moved, constant[moved]], np.zeros(len(PARTS))]
+        of_parts = np.linalg.lstsq(pull, of_steps, rcond=None)[0].tolist()
+        large = {
+            part: slope
+            for part, slope in zip(PARTS, of_parts, strict=True)
+            if abs(slope) > _LEAST
+        }
+        if large:
+            result[name] = large
+    return result
 
 
 def beside(strangers: pd.DataFrame) -> Callable[[pd.DataFrame, str], dict[str, float]]:

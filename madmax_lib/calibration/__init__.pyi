@@ -6,14 +6,14 @@ from madmax_lib.calibration.job.another_plan import (
 )
 from madmax_lib.calibration.judge.intervals import *
 from madmax_lib.calibration.judge.intervals import (
-    comparison_widths as comparison_widths,
+    class_of as class_of,
     constants_of as constants_of,
     determined_by as determined_by,
     level as level,
     leverage as leverage,
-    sensitivities as sensitivities,
     spread as spread,
     strongest_pairs as strongest_pairs,
+    weighted_quantile as weighted_quantile,
     with_errors as with_errors,
 )
 from madmax_lib.calibration.kernels.fit import (
@@ -39,6 +39,7 @@ from madmax_lib.calibration.published.rows import (
     to_steps as to_steps,
 )
 from madmax_lib.calibration.published.run_rows import run_rows as run_rows
+from madmax_lib.calibration.scale import FittingScale as FittingScale
 from madmax_lib.calibration.trace import (
     fit_timeline as fit_timeline,
     kernel_seconds as kernel_seconds,
