@@ -1,3 +1,4 @@
+from madmax_lib.catalog.data_files import *
 from madmax_lib.catalog.datasets import (
     PROJECT as PROJECT,
     SHIPPED as SHIPPED,
