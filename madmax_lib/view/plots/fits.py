@@ -18,6 +18,7 @@ from madmax_lib.view.drawing import (
     fill_of,
     finish,
     line_key,
+    log_axis,
     new_axes,
     note,
     patch_key,
@@ -81,11 +82,11 @@ def plot_constants(
         ax,
         table[columns].rename_axis("constant").reset_index(),
         f"The rows fix {counts['fixed by rows']} of {len(table)} constants, "
-        f"{counts['at a bound']} end at a bound",
+        f"{counts['at a bound']} at a bound",
         rows=table.index,
         key=[
             *ax.get_legend_handles_labels()[0],
-            line_key("prior, 90 %", **_PRIOR),
+            line_key("prior, 90%", **_PRIOR),
         ],
         columns=3,
         xlim=(-0.02, 1.1),
@@ -111,13 +112,12 @@ def plot_predicted(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     look = {"hue": "kind", "style": "kind", "s": 16, "ax": ax}
     look["palette"] = dict(zip(_MODELS.values(), SERIES, strict=False))
     seaborn.scatterplot(drawn, x="measured_s", y="predicted_s", **look)
-    ends = np.array([0.1, 10.0])
-    if len(pairs):
-        ends = np.array(
-            [pairs["measured_s"].min() / 1.5, pairs["measured_s"].max() * 1.5]
-        )
+    ends_s = pairs["measured_s"].agg(["min", "max"]).fillna(1.0)
+    for which in "xy":
+        log_axis(ax, which, *ends_s, "{:g}".format)
+    ends = np.array(ax.get_xlim())
     ax.plot(ends, ends, color=DARK, lw=0.8, zorder=0)  # predicted = measured
-    within = f"within {100 * _WITHIN:.0f} %"
+    within = f"within {_WITHIN:.0%}"
     ax.fill_between(
         ends,
         ends * (1 - _WITHIN),
@@ -136,10 +136,6 @@ def plot_predicted(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         x="measured [s per step]",
         y="simulated, not seen by the fit [s per step]",
         where="upper left",
-        xscale="log",
-        yscale="log",
-        xlim=ends,
-        ylim=ends,
     )
 
 
@@ -206,14 +202,18 @@ def plot_measured_overlap(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
             notes=means[who].map("{:.0f}".format),
         )
     key = [patch_key(label, fill) for label, fill in _FACTS.values()]
-    key.append(patch_key("ours, below what was measured", fill_of(GREY, "simulated")))
+    key.append(
+        patch_key(
+            "hatched: predicted, below what was measured", fill_of(GREY, "simulated")
+        )
+    )
     off = table["error"].abs().groupby(table["what"]).mean() * 100
     return finish(
         ax,
         means.drop(columns="order"),
         f"Overlap is off by {off['overlap']:.0f} points, exposed shares by "
-        f"{off['exposed_share']:.0f}, speed ratios by {off['speed_ratio']:.0f} %",
-        x="per cent",
+        f"{off['exposed_share']:.0f}, speed ratios by {off['speed_ratio']:.0f}%",
+        x="share [%], or gain of speed [%]",
         rows=[shorten(run, 72) for run in means["run"]],
         key=key,
         columns=2,

@@ -7,6 +7,7 @@ from madmax_lib.base import format_bytes
 from madmax_lib.view.drawing import (
     SERIES,
     finish,
+    line_key,
     lines,
     log_axis,
     new_axes,
@@ -43,4 +44,5 @@ def plot_kernel_rates(
     ax.grid(axis="y")
     share = (table["rate"] / table["roof"]).groupby(table["device"]).max()
     title = f"{share.idxmax()} comes nearest to its data sheet, {share.max():.0%} of it"
-    return finish(ax, table, title, x=x, y=y, where="beside", origin=table)
+    key = [*ax.get_legend_handles_labels()[0], line_key("data sheet", ls=":", lw=0.8)]
+    return finish(ax, table, title, x=x, y=y, key=key, where="beside", origin=table)

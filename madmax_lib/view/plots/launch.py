@@ -9,11 +9,13 @@ from madmax_lib.base import format_s
 from madmax_lib.view.drawing import (
     COLORS,
     SERIES,
+    SHADES,
     bar_chart,
     empty,
     finish,
     lines,
     new_axes,
+    plural,
     row_label,
     thinned,
 )
@@ -47,7 +49,7 @@ def plot_launches(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         edgecolor="none",
         c=data["count"],
         norm=LogNorm(vmin=0.3, vmax=most),  # below 1, so that one launch still shows
-        cmap="Blues",
+        cmap=SHADES,
     )
     ax.figure.colorbar(points, ax=ax, label="launches", pad=0.02)
     # a kernel shorter than this leaves the device waiting for the next launch
@@ -215,6 +217,8 @@ def _steps_title(counted, steps):
     step_s = counted["period_s" if has_period else "wall_s"].dropna()
     if not len(step_s):
         return "No whole step"
-    ends = f"{format_s(step_s.min())} to {format_s(step_s.max())}"
+    title = f"A step takes {format_s(step_s.median())}"
+    if step_s.max() > step_s.min():
+        title += f" ({format_s(step_s.min())} to {format_s(step_s.max())})"
     left_out = steps - len(counted)
-    return f"A step takes {format_s(step_s.median())} ({ends}), {left_out} left out"
+    return f"{title}; {plural(left_out, 'step')} left out" if left_out else title

@@ -95,10 +95,10 @@ def line(x: np.ndarray, y: np.ndarray, title: str = "") -> str:
     steps = [f"H{a:.1f}V{b:.1f}" for a, b in zip(across, down, strict=True)]
     # the first point is not drawn to: "H0.0V10.0" becomes "M0.0,10.0"
     steps[0] = steps[0].replace("H", "M").replace("V", ",")
-    caption = f"{escape(title)}: at most {format_bytes(top)}, "
+    caption = f"{escape(title)}: at most {format_bytes(top, binary=True)}, "
     caption += f"over {format_s(x[-1] - x[0])}"
     path = (
-        f'<path d="{"".join(steps)}" fill="none" stroke="{COLORS["compute"]}" '
+        f'<path d="{"".join(steps)}" fill="none" stroke="{COLORS["memory"]}" '
         'vector-effect="non-scaling-stroke"/>'
     )
     return (

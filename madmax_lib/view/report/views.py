@@ -7,6 +7,7 @@ another run. Times are those of the steps.
 """
 
 import warnings
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -72,12 +73,13 @@ def overview(timeline: Timeline, detail: Timeline, peaks: pd.DataFrame) -> str:
         median_mfu = traces.mfu(detail)["mfu"].median()
     # NaN where nothing communicates
     hidden = 1 - sums_s["exposed_comm_s"] / (sums_s["comm_s"] or np.nan)
+    memory = partial(format_bytes, binary=True)
     numbers = {
         "a step, median": (format_s, traces.steps(timeline)["wall_s"].median()),
         "computing": (percent, sums_s["compute_s"] / total_s),
         "of communication hidden": (percent, hidden),
         "MFU of the recorded shapes": (percent, median_mfu),
-        "memory at the peak": (format_bytes, peaks["peak_bytes"].max()),
+        "memory at the peak": (memory, peaks["peak_bytes"].max()),
     }
     # a number that is not known has no card
     texts = {
