@@ -344,7 +344,7 @@ def _notes(job, best, costs):
             f"scatter beyond their steps by x {np.exp(width):.2f}"
         ),
         "narrower": (
-            f"two measured steps (calibration.fit.update) leave x {np.exp(width):.2f}"
+            f"two measured steps narrow it to x {np.exp(width):.2f} (calibration.fit.update)"
         ),
         "days": (
             f"the predicted steps x {factor:.2f} (the median of published "

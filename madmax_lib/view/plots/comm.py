@@ -152,12 +152,13 @@ def plot_stragglers(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     last = top["share"].map("last in {:.0%}".format)
     worst = top.loc[top["cost_s"].idxmax()]
     # `often_last`: ranks that are last more often than chance would have them
-    often = "is" if worst["rank"] in table.attrs["often_last"] else "is, as by chance,"
+    is_often = worst["rank"] in table.attrs["often_last"]
+    chance = "" if is_often else " (no more than by chance)"
     return bar_chart(
         ax,
         top,
         parts * 1e3,
-        f"Rank {worst['rank']:.0f} {often} last in {worst['share']:.0%} of its calls "
+        f"Rank {worst['rank']:.0f} is last in {worst['share']:.0%} of its calls{chance} "
         f"and costs the others {format_s(worst['cost_s'])}",
         x="waiting of the other ranks [ms]",
         rows=rank_labels(top["rank"]),

@@ -95,8 +95,8 @@ def line(x: np.ndarray, y: np.ndarray, title: str = "") -> str:
     steps = [f"H{a:.1f}V{b:.1f}" for a, b in zip(across, down, strict=True)]
     # the first point is not drawn to: "H0.0V10.0" becomes "M0.0,10.0"
     steps[0] = steps[0].replace("H", "M").replace("V", ",")
-    caption = f"{escape(title)}: at most {format_bytes(top, binary=True)}, "
-    caption += f"over {format_s(x[-1] - x[0])}"
+    caption = f"{escape(title)}: peak {format_bytes(top, binary=True)}"
+    caption += f" in {format_s(x[-1] - x[0])}"
     path = (
         f'<path d="{"".join(steps)}" fill="none" stroke="{COLORS["memory"]}" '
         'vector-effect="non-scaling-stroke"/>'
@@ -133,7 +133,7 @@ def table(frame: pd.DataFrame, *, most: int = 200, search: bool = False) -> str:
         find = '<input type="search" placeholder="filter rows">'
     rest = ""
     if left_out > 0:
-        rest = f"<p class=about>{left_out:,} more rows are left out.</p>"
+        rest = f"<p class=about>{left_out:,} more rows are not shown.</p>"
     scroll = "scroll long" if len(frame) > _LONG else "scroll"
     table_html = f'<table class="data">{body}</table>'
     return f'{find}<div class="{scroll}">{table_html}</div>{rest}'

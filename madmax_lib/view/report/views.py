@@ -59,7 +59,7 @@ def recording_summary(timeline: Timeline, recording: Timeline) -> str:
     if others:
         where = f"in steps that are warm-up or cut ({', '.join(others)}) or outside all"
     work = f"{format_s(whole_s - steady_s)} of work per rank"
-    return f"{summary[:-1]}. {work} is {where} and does not count."
+    return f"{summary[:-1]}. {work} is {where} and is not counted."
 
 
 def overview(timeline: Timeline, detail: Timeline, peaks: pd.DataFrame) -> str:
@@ -88,13 +88,16 @@ def overview(timeline: Timeline, detail: Timeline, peaks: pd.DataFrame) -> str:
     # time in which the device neither computes nor copies
     lost_s = ranks["exposed_comm_s"] + ranks["idle_s"]
     chosen, note = _some(ranks.assign(lost_s=lost_s), "rank", "lost_s")
+    exposed = percent(sums_s["exposed_comm_s"] / total_s)
+    idle = percent(sums_s["idle_s"] / total_s)
+    most = ""
+    if worst["exposed_comm_s"] > 0:
+        part = f"{format_s(worst['exposed_comm_s'])} of {format_s(worst['total_s'])}"
+        most = f"; rank {int(worst['rank'])} exposes most ({part})"
     return section(
         "Overview",
         paragraph(
-            f"{percent(sums_s['exposed_comm_s'] / total_s)} of the device time is "
-            f"exposed communication, {percent(sums_s['idle_s'] / total_s)} is idle; rank "
-            f"{int(worst['rank'])} exposes most "
-            f"({format_s(worst['exposed_comm_s'])} of {format_s(worst['total_s'])})."
+            f"{exposed} of the device time is exposed communication, {idle} is idle{most}."
         ),
         cards(texts),
         paragraph(note),
@@ -249,11 +252,11 @@ def _about_waiting(waits, late):
         row = next(often.itertuples())  # the table is in order of the cost
         calls = f"Rank {row.rank} arrives last in {row.last} of {row.calls} calls"
         cost = f"the others wait {format_s(row.cost_s)} for it"
-        lines.append(f"{calls}: {cost}, of {format_s(all_s)} in all.")
+        lines.append(f"{calls}; {cost}, out of {format_s(all_s)} in total.")
     elif all_s > 0:
         lines.append(
             "No rank arrives last more often than by chance; the ranks wait "
-            f"{format_s(all_s)} in all."
+            f"{format_s(all_s)} in total."
         )
     if waits.attrs["one_group_assumed"]:
         lines.append(
@@ -261,8 +264,8 @@ def _about_waiting(waits, late):
         )
     for name, count in waits.attrs["unmatched"].items():
         lines.append(
-            f"{count} calls of {name[:80]} are left out: the ranks made different "
-            "numbers of them in a step."
+            f"{count} calls of {name[:80]} are left out: ranks made different numbers of "
+            "them in a step."
         )
     return lines
 
@@ -286,7 +289,7 @@ def _ranks_text(detail, timeline):
         return ""
     noun = "ranks" if len(detail.ranks) > 1 else "rank"
     ranks = " and ".join(map(str, detail.ranks))
-    return f"Of {noun} {ranks}: the one that loses most, and the median one."
+    return f"Only {noun} {ranks}: the one that loses most time, and the median one."
 
 
 def operator_view(detail: Timeline, timeline: Timeline) -> str:
