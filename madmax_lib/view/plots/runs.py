@@ -249,8 +249,8 @@ def plot_beside(
     off = (predicted - measured).abs()
     name = what.replace("_comm", " communication").capitalize()
     title = (
-        f"{name} is off by {off.mean():.0f} points on average, by {off.max():.0f} "
-        f"({off.idxmax()}) at worst"
+        f"{name} is off by {plural(round(off.mean()), 'point')} on average, "
+        f"{off.max():.0f} at worst ({off.idxmax()})"
     )
     if not seen.all():
         few = f"{(~seen).sum()} of {len(seen)} runs"
