@@ -2,6 +2,7 @@
 a page is made without it.
 """
 
+import numpy as np
 import pandas as pd
 
 from madmax_lib.simulator.events.engine import Stream
@@ -66,10 +67,10 @@ def lanes(spans: pd.DataFrame, meta: Meta | None = None) -> pd.DataFrame:
     simulated = meta is not None and meta.source == "simulated"
     named = simulated and "plan" in meta.provenance
     rows = spans[["rank", "stream"]].drop_duplicates()
-    # threads of the host have negative numbers
-    keys = {"host": rows["stream"] < 0, "number": rows["stream"].abs()}
-    rows = rows.assign(**keys).sort_values(["rank", *keys], ignore_index=True)
-    rows = rows[["rank", "stream"]]
+    # threads of the host have negative numbers; lexsort takes the last key first
+    stream = rows["stream"]
+    order = np.lexsort((stream.abs(), stream < 0, rows["rank"]))
+    rows = rows.iloc[order].reset_index(drop=True)
     return rows.assign(
         place=rows.index,
         label=[row_label(*row, named=named) for row in rows.itertuples(index=False)],

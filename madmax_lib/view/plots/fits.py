@@ -69,9 +69,16 @@ def plot_constants(
     for state, (color, mark) in _STATE_STYLES.items():
         part = at[table["state"] == state]
         interval = part[["below", "above"]].to_numpy().T
-        style = {"fmt": mark, "color": color, "ms": 4.5, "elinewidth": 1.6}
-        style["label"] = f"{state} ({counts[state]})"
-        ax.errorbar(part["fitted"], part["row"], xerr=interval, **style)
+        ax.errorbar(
+            part["fitted"],
+            part["row"],
+            xerr=interval,
+            fmt=mark,
+            color=color,
+            ms=4.5,
+            elinewidth=1.6,
+            label=f"{state} ({counts[state]})",
+        )
     # a column of values at the right
     for row, value in enumerate(table["fitted"]):
         note(ax, 1.02, row, f"{value:.3g}", dx=0, fontsize=6.5)

@@ -62,7 +62,7 @@ def plot_path(path: pd.DataFrame, timeline: Timeline, ax: Axes | None = None) ->
     by_kind = path.groupby("kind")["dur_s"].sum().sort_values(ascending=False)
     shares = by_kind / path["dur_s"].sum()
     most = shares[shares > _LEAST_SHARE].head(3)
-    texts = [f"{share:.0%} {LABELS.get(kind, kind)}" for kind, share in most.items()]
+    texts = [f"{share:.0%} {kind}" for kind, share in most.rename(LABELS).items()]
     key = {
         LABELS.get(kind, kind): _COLORS[kind] for kind in PATH_KINDS if kind in shares
     }
@@ -92,12 +92,11 @@ def plot_what_if(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Bars of `what_if`: the time of the step in each scenario, with the measured time
     as a line.
     """
-    by_kind = table.groupby("faster", sort=False)["saved_s"].max()
-    most_saved_s = by_kind.sort_values(ascending=False)
+    most_saved_s = table.groupby("faster", sort=False)["saved_s"].max()
     now_s = float((table["step_s"] + table["saved_s"]).max()) if len(table) else 0.0
     # the scenarios of a kind together, kinds in order of what they can save
-    order = table["faster"].map(list(most_saved_s.index).index)
-    scenarios = table.assign(order=order).sort_values("order", kind="stable")
+    rank = -table["faster"].map(most_saved_s)
+    scenarios = table.iloc[rank.argsort(kind="stable")]
     fills = []
     notes = []
     rows = []
@@ -116,8 +115,8 @@ def plot_what_if(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         notes.append(f"{format_s(row.step_s)} ({text})")
     title = "Nothing to gain"
     if now_s:
-        kind = most_saved_s.index[0]
-        saved = most_saved_s.iloc[0] / now_s
+        kind = most_saved_s.idxmax()
+        saved = most_saved_s.max() / now_s
         title = f"Most to gain: {LABELS.get(kind, kind)}, up to {saved:.0%}"
     ax = bar_chart(
         ax,

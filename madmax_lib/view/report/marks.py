@@ -95,7 +95,7 @@ def line(x: np.ndarray, y: np.ndarray, title: str = "") -> str:
     steps = [f"H{a:.1f}V{b:.1f}" for a, b in zip(across, down, strict=True)]
     # the first point is not drawn to: "H0.0V10.0" becomes "M0.0,10.0"
     steps[0] = steps[0].replace("H", "M").replace("V", ",")
-    caption = f"{escape(title)}: peak {format_bytes(top, binary=True)}"
+    caption = f"{escape(title)}: peak {size_text(top)}"
     caption += f" in {format_s(x[-1] - x[0])}"
     path = (
         f'<path d="{"".join(steps)}" fill="none" stroke="{COLORS["memory"]}" '
@@ -185,8 +185,9 @@ def _plain(value):
     return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
 
 
-def _size(value):
-    return ("-" if value < 0 else "") + format_bytes(abs(value))
+def size_text(size_bytes: float) -> str:
+    """Bytes in KiB, MiB or GiB, as memory is counted, with their sign."""
+    return ("-" if size_bytes < 0 else "") + format_bytes(abs(size_bytes), binary=True)
 
 
 def _flops(value):
@@ -200,5 +201,5 @@ _BY_UNIT = {  # the longer ends first
     "_per_s": _plain,
     "flops": _flops,
     "_s": format_s,
-    "bytes": _size,
+    "bytes": size_text,
 }

@@ -7,17 +7,16 @@ another run. Times are those of the steps.
 """
 
 import warnings
-from functools import partial
 
 import numpy as np
 import pandas as pd
 
 from madmax_lib import traces
-from madmax_lib.base import format_bytes, format_s
+from madmax_lib.base import format_s
 from madmax_lib.timeline import Timeline, breakdown
 from madmax_lib.traces.waits.step_times import steady_state, step_note
 from madmax_lib.view.notebooks.page import paragraph
-from madmax_lib.view.report.marks import bars, cards, line, section, table
+from madmax_lib.view.report.marks import bars, cards, line, section, size_text, table
 from madmax_lib.view.words import percent, plural
 
 _MOST_CAUSES = 12
@@ -73,13 +72,12 @@ def overview(timeline: Timeline, detail: Timeline, peaks: pd.DataFrame) -> str:
         median_mfu = traces.mfu(detail)["mfu"].median()
     # NaN where nothing communicates
     hidden = 1 - sums_s["exposed_comm_s"] / (sums_s["comm_s"] or np.nan)
-    memory = partial(format_bytes, binary=True)
     numbers = {
         "a step, median": (format_s, traces.steps(timeline)["wall_s"].median()),
         "computing": (percent, sums_s["compute_s"] / total_s),
         "of communication hidden": (percent, hidden),
         "MFU of the recorded shapes": (percent, median_mfu),
-        "memory at the peak": (memory, peaks["peak_bytes"].max()),
+        "memory at the peak": (size_text, peaks["peak_bytes"].max()),
     }
     # a number that is not known has no card
     texts = {
