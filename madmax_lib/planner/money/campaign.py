@@ -156,7 +156,7 @@ def campaign(
     best = table.iloc[-1]
     notes = _notes(job, best, costs)
     if hint := getattr(rows[-1]["hint_of"], "hint", ""):
-        notes["hint"] = f"fewer devices or a larger batch: {hint}"
+        notes["hint"] = f"use fewer devices or a larger batch: {hint}"
     return Campaign(table, best, notes)
 
 
