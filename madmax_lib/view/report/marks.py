@@ -95,8 +95,7 @@ def line(x: np.ndarray, y: np.ndarray, title: str = "") -> str:
     steps = [f"H{a:.1f}V{b:.1f}" for a, b in zip(across, down, strict=True)]
     # the first point is not drawn to: "H0.0V10.0" becomes "M0.0,10.0"
     steps[0] = steps[0].replace("H", "M").replace("V", ",")
-    caption = f"{escape(title)}: peak {size_text(top)}"
-    caption += f" in {format_s(x[-1] - x[0])}"
+    caption = f"{escape(title)}: peak {size_text(top)} in {format_s(x[-1] - x[0])}"
     path = (
         f'<path d="{"".join(steps)}" fill="none" stroke="{COLORS["memory"]}" '
         'vector-effect="non-scaling-stroke"/>'
@@ -201,5 +200,6 @@ _BY_UNIT = {  # the longer ends first
     "_per_s": _plain,
     "flops": _flops,
     "_s": format_s,
+    "message_bytes": format_bytes,
     "bytes": size_text,
 }

@@ -228,17 +228,17 @@ def distributed(timeline: Timeline) -> str:
     lines = list(map(paragraph, _about_waiting(waits, late)))
     # ranks that neither wait nor are waited for have no row
     late = late[(late["cost_s"] > 0) | (late["waited_s"] > 0)]
-    worst = late.head(_FEW)
     note = ""
     if len(late) > _FEW:
         note = f"The {_FEW} of {len(late):,} ranks that cost the others most."
-    parts = [
-        table(groups[columns], most=50),
+    return section(
+        "Distributed",
+        # of messages, which are counted in other units than memory
+        table(groups[columns].rename(columns={"size_bytes": "message_bytes"}), most=50),
         *lines,
         paragraph(note),
-        table(worst),
-    ]
-    return section("Distributed", *parts)
+        table(late.head(_FEW)),
+    )
 
 
 def _about_waiting(waits, late):
