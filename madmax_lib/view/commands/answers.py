@@ -100,7 +100,7 @@ def add_parser(
     rows = [row for row in _options() if name in row["commands"].split()]
     texts = {row["name"]: row["help"] for row in rows}
     # of a help text argparse makes one sign of two, of a description it does not
-    about = texts.get("description") or texts[""].replace("%%", "%")
+    about = f"{texts['']}. {texts.get('description', '')}".replace("%%", "%")
     parser = commands.add_parser(name, help=texts[""], description=about)
     parser.set_defaults(command=command)
     groups = {"": parser}  # of arguments that exclude each other
