@@ -48,8 +48,8 @@ def steps(timeline: Timeline) -> pd.DataFrame:
     """Every step of every rank: rank, step, step_s, wall_s, period_s, the columns of
     `breakdown`, annotated, cut, warmup.
 
-    step_s: what a further step takes: period_s on a device; where no step that counts
-    has one, or the host does the work, the longer of wall_s and total_s.
+    step_s: what a further step takes: period_s on a device, or where no step that
+    counts has one the longer of wall_s and total_s; wall_s where the host is the device.
     wall_s: the step's annotation on the host, or its first to its last span where it
     has none (annotated is false).
     period_s: as in `step_periods`; a host that runs ahead does not show it. The others
@@ -94,11 +94,13 @@ def steps(timeline: Timeline) -> pd.DataFrame:
     table = table.merge(periods, on=["rank", "step"], how="left")
     table = table.assign(cut=_cut(table))
     table["warmup"] = table["step"].isin(_warmup(table[~table["cut"]]))
+    table["step_s"] = table["wall_s"]
     # a host may run ahead of its device, whose pace then is the step
-    periods_s = table["period_s"].where(~(table["cut"] | table["warmup"]))
-    has_pace = (busy["stream"] >= 0).any() and periods_s.notna().any()
-    longer_s = table[["wall_s", "total_s"]].max(axis=1)
-    table["step_s"] = table["period_s"] if has_pace else longer_s
+    if (busy["stream"] >= 0).any():
+        counted = table[~(table["cut"] | table["warmup"])]
+        has_pace = counted["period_s"].notna().any()
+        longer_s = table[["wall_s", "total_s"]].max(axis=1)
+        table["step_s"] = table["period_s"] if has_pace else longer_s
     table = table[["rank", "step", *_QUANTITIES, "annotated", "cut", "warmup"]]
     return with_origin(table, timeline)
 
