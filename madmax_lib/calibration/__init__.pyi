@@ -9,7 +9,6 @@ from madmax_lib.calibration.judge.intervals import (
     constants_of as constants_of,
     determined_by as determined_by,
     leverage as leverage,
-    strongest_pairs as strongest_pairs,
 )
 from madmax_lib.calibration.kernels.fit import (
     fit_rates as fit_rates,

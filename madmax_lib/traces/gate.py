@@ -210,7 +210,7 @@ class _Recording:
     def __init__(self, timeline):
         table = steps(timeline)
         left_out = table.loc[table["warmup"] | table["cut"], "step"]
-        counted = table[~table["step"].isin(left_out)]
+        counted = table[~table["step"].isin(left_out) & (table["total_s"] > 0)]
         spans = timeline.spans
         busy_on_device = spans["kind"].isin(BUSY_KINDS) & (spans["stream"] >= 0)
         self.timeline = timeline

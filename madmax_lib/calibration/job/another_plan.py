@@ -122,8 +122,8 @@ def another_plan(
         global_batch=global_batch,
     )
     parameters = _constants(timeline, case)
-    old_row = _priced(estimate, case, parameters).iloc[0]
-    new_row = _priced(estimate, new, parameters).iloc[0]
+    old_row = case.answer(estimate, parameters=parameters).iloc[0]
+    new_row = new.answer(estimate, parameters=parameters).iloc[0]
     measured = slowest_stage(timeline, case)
     kinds = _kinds(
         measured, *(row[list(PARTS)].astype(float) for row in (old_row, new_row))
@@ -140,7 +140,7 @@ def another_plan(
     crowded = ["more ranks than traced: assuming that each has its own cores"]
     if case.cluster.device.family != "cpu" or plan.world_size <= case.plan.world_size:
         crowded = []
-    simulated = _priced(simulate, new, parameters)
+    simulated = new.answer(simulate, parameters=parameters)
     # all spans take longer by one factor, so that the step lasts step_s
     times_ns = simulated.spans[["start_ns", "dur_ns"]]
     length_ns = times_ns.sum(axis=1).max() - times_ns["start_ns"].min()
@@ -204,13 +204,6 @@ def _constants(timeline, case):
     # what the first fit missed says nothing about the second
     origin = fitted.provenance | machine.provenance | {"errors": [], "notes": []}
     return replace(machine, provenance=origin)
-
-
-def _priced(call, case, parameters):
-    """Answer of `estimate` or `simulate` for a case."""
-    names = ("global_batch", "sequence", "dtype", "software")
-    arguments = {name: getattr(case, name) for name in names}
-    return call(case.model, case.cluster, case.plan, **arguments, parameters=parameters)
 
 
 def _kinds(measured, old, new):

@@ -65,7 +65,7 @@ class Outlook:
 
         Raises ValueError, as `estimate` does, for a step that cannot be laid out.
         """
-        row = _estimated(case, parameters).to_dict()
+        row = case.answer(estimate, parameters=parameters).iloc[0].to_dict()
         return cls(case, parameters, row, row["step_s"], row["high_s"] / row["step_s"])
 
 
@@ -75,14 +75,6 @@ class _Cause(NamedTuple):
     part: str  # of `_PARTS`, or number where a number was misread
     cause: str
     step_s: float  # if so
-
-
-def _estimated(case, parameters):
-    """The row that `estimate` gives a case."""
-    names = ("global_batch", "sequence", "dtype", "software", "imbalance", "jitter")
-    options = {name: getattr(case, name) for name in names}
-    step = (case.model, case.cluster, case.plan)
-    return estimate(*step, **options, parameters=parameters).iloc[0]
 
 
 def timed_s(timeline: Timeline) -> float:
@@ -232,10 +224,10 @@ def _changed(outlook):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # links are changed here on purpose
             try:
-                row = _estimated(case, outlook.parameters)
+                row = case.answer(estimate, parameters=outlook.parameters)
             except ValueError:
                 continue
-        yield _Cause(part, cause, float(row["step_s"]))
+        yield _Cause(part, cause, row["step_s"].item())
 
 
 def _changes(case):

@@ -154,7 +154,8 @@ def error_line(error: Exception, parser: ArgumentParser) -> str:
         # other arguments keep their names
         return " ".join(filter(None, [flag, match[2]])) if flag in flags else match[0]
 
-    return re.sub(r"\b([a-z_]+)=([\w'-]?)", option, text)
+    # what stands in a call, such as RunSpec(model=...), is Python
+    return re.sub(r"(?<!\()\b([a-z_]+)=([\w'-]?)", option, text).strip()
 
 
 def envelope(
