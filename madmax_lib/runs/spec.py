@@ -100,8 +100,7 @@ class RunSpec(Settings):
         # One spelling of each text, so that equal runs are equal specs.
         text, at, engine = self.strategy.lower().replace(" ", "").partition("@")
         spelling = {
-            "strategy": (text or "dp1" * bool(at))
-            + (at + engine) * (self.engine != "torch"),
+            "strategy": (text or "dp1") + (at + engine) * (self.engine != "torch"),
             "network": testbed.canonical(self.network),
             "model": models.name(self.model),
         }

@@ -46,7 +46,6 @@ CALLS = cells(
     step(plan="dp8.selectiv") | 'selectiv' in plan & such as selective
     step(plan={"dp": 8}) | plan={'dp': 8} & a Plan or its text, such as
     step(plan=None) | plan=None & a Plan or its text
-    mm.RunSpec("gpt-tiny", "") | plan='' & a Plan or its text
     step(plan=" . ") | plan=' . ' & a Plan or its text
     step(plan="dp16") | 16 x 1 x 1 x 1 = 16 & dgx-h100 has 8 devices & nodes=2
     step(plan="tp7") | 1 x 7 x 1 x 1 = 7 & dgx-h100 has 8 devices

@@ -269,8 +269,8 @@ def test_what_is_not_finite_is_null_and_text_is_json():
             ".madmax (none)",
         ),
         (
-            ["compare", "DDP", "DDP", "--gate", "0"],
-            "threshold=0.0 is not a share above 0",
+            ["compare", "DDP", "/no/such", "--gate", "3%"],
+            "/no/such: no such file",
         ),
         (
             ["compare", "DDP", "--save-baseline", "../main"],

@@ -79,6 +79,7 @@ def test_train_dry_takes_every_field_of_a_run_and_starts_nothing(
             "a run needs a directory",
         ),
         (["gpt-tiny"], "give a model and a strategy"),
+        (["gpt-tiny", ""], "give a model and a strategy"),
         (["--mode", "hybrid", "--ranks", "3"], "--tp-size 2 does not divide 3 ranks"),
     ],
 )

@@ -103,7 +103,7 @@ def _train(options):
 
     if options.mode:
         _as_in_the_study(options)
-    elif options.strategy is None:
+    elif not options.strategy:
         raise ValueError(
             "give a model and a strategy, such as gpt-tiny dp2.z3, or --mode"
         )
