@@ -34,4 +34,8 @@ class BuildWithNotebooks(build_py):
                 shutil.copytree(folder, shipped / folder, ignore=unwanted)
 
 
-setup(cmdclass={"build_py": BuildWithNotebooks})
+# build/ itself is where `madmax run` writes notebooks
+setup(
+    cmdclass={"build_py": BuildWithNotebooks},
+    options={"build": {"build_base": "build/package"}},
+)

@@ -5,15 +5,15 @@ workbench without a notebook.
 import argparse
 import gc
 import os
+import re
 import sys
 import warnings
 from importlib import import_module
 from pathlib import Path
 
 from madmax_lib import __version__
-from madmax_lib.base.extras import with_extra
 from madmax_lib.view.commands import commands as runs_commands
-from madmax_lib.view.commands.answers import add_parser, envelope
+from madmax_lib.view.commands.answers import add_parser, envelope, error_line
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -28,6 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
         # what a command makes lives to its end: to look for garbage in it costs a tenth
         # of the time of a short one
         gc.set_threshold(100_000)
+    options = None
     try:
         options = _parser(arguments).parse_args(arguments)
         with warnings.catch_warnings():
@@ -41,7 +42,8 @@ def main(arguments: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (OSError, ValueError, ImportError) as error:
-        print(f"madmax: {with_extra(error)}", file=sys.stderr)
+        line = error_line(error, options.parser) if options else error
+        print(f"madmax: {line}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("madmax: interrupted", file=sys.stderr)
@@ -67,6 +69,11 @@ class _Parser(argparse.ArgumentParser):
 
     # argparse makes the parsers of commands itself: this one is shared by all of them
     json = False
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        # -3% and -15e12 are values too, which are refused as such
+        self._negative_number_matcher = re.compile(r"-\.?\d")
 
     def error(self, message):
         line = f"{message}; {self.prog} --help says more"

@@ -51,6 +51,8 @@ def require_int(what: str, value, least: int = 0) -> int:
     """
     if not is_whole(value, least):
         rule = "above zero" if least == 1 else f"of at least {least}"
+        if is_number(value, _TOO_LARGE):
+            rule = "below 2^62"
         raise ValueError(f"{what}={short_repr(value)} must be a whole number {rule}")
     return int(value)
 

@@ -12,7 +12,6 @@ from madmax_lib.calibration.judge.intervals import (
     level as level,
     leverage as leverage,
     spread as spread,
-    strongest_pairs as strongest_pairs,
     weighted_quantile as weighted_quantile,
     with_errors as with_errors,
 )

@@ -34,6 +34,8 @@ from madmax_lib.simulator.uncertainty import log_width
 from madmax_lib.timeline.kinds import collective_names
 from madmax_lib.timeline.timeline import Timeline
 from madmax_lib.traces.comm.collectives import calls
+from madmax_lib.traces.tables import ends_ns
+from madmax_lib.traces.waits.launch import device_work
 
 # part of a step: class of data/op_classes.csv whose pattern its kernels match, the
 # first that does
@@ -60,6 +62,7 @@ def kernel_seconds(timeline: Timeline) -> dict[str, float]:
     """Seconds per step of compute kernels by cause (gemm_s, attention_s, optimizer_s,
     pointwise_s) and of the step itself (step_s).
 
+    What a call of an optimizer launches is its work, whatever the kernels are called.
     Medians over ranks and steps; a step lasts from its first span on a device to its
     last. Spans outside of steps (step -1) count if there are no others. Raises
     ValueError if there is no compute span.
@@ -70,6 +73,7 @@ def kernel_seconds(timeline: Timeline) -> dict[str, float]:
         raise ValueError("timeline: no compute span, nothing to fit")
     names = compute["name"].astype(str)
     causes = names.map({name: _cause(name) for name in names.unique()})
+    causes = causes.mask(_in_optimizer(timeline, compute), "optimizer_s")
     by_cause = compute["dur_ns"].groupby([compute["rank"], compute["step"], causes])
     # a rank without kernels of a cause spends nothing on it
     sums_s = by_cause.sum().unstack(fill_value=0) / NS_PER_S
@@ -84,6 +88,28 @@ def step_seconds(timeline: Timeline) -> pd.Series:
     ends = spans.assign(end_ns=spans["start_ns"] + spans["dur_ns"])
     ends = ends.groupby(["rank", "step"])
     return (ends["end_ns"].max() - ends["start_ns"].min()) / NS_PER_S
+
+
+def _in_optimizer(timeline, compute):
+    """Whether each compute span (n,) is launched, or on a host runs, in a call that
+    torch's profiler labels as a step of an optimizer.
+    """
+    spans = timeline.spans
+    is_call = spans["name"].str.startswith("Optimizer.step#") & (spans["stream"] < 0)
+    marks = spans.loc[is_call, ["rank", "start_ns", "dur_ns"]]
+    launched = device_work(timeline).query("launch_row >= 0").set_index("row")
+    launched = launched.loc[launched.index.intersection(compute.index), "launch_ns"]
+    issued = compute[["rank", "start_ns"]].assign(row=compute.index)
+    issued.loc[launched.index, "start_ns"] = launched
+    # the last call that began before the launch of each span
+    nearest = pd.merge_asof(
+        issued.sort_values("start_ns"),
+        marks.assign(end_ns=ends_ns(marks)).sort_values("start_ns"),
+        on="start_ns",
+        by="rank",
+    )
+    inside = nearest["start_ns"] < nearest["end_ns"]
+    return inside.set_axis(nearest["row"]).reindex(compute.index)
 
 
 def _in_steps(timeline):

@@ -52,19 +52,22 @@ def check_trace(timeline: Timeline, case: Case) -> None:
 def fit_notes(
     timeline: Timeline, case: Case, errors: dict[str, float], fitted: Parameters
 ) -> list[str]:
-    """Lines about what a fit to a trace leaves: parts that it misses, constants at a
-    bound, products of another dtype, waiting that one rank cannot tell from transfer.
+    """Lines about what a fit to a trace leaves: parts that it misses, constants of a
+    GPU at a bound, products of another dtype, waiting that one rank cannot tell from transfer.
     """
     notes = [
         f"{part.removesuffix('_s')} is off by {error:+.0%}: no constant can match it"
         for part, error in errors.items()
         if abs(error) > _MISSED
     ]
-    states = constants_of(fitted)["state"]
-    notes += [
-        f"{name} = {fitted.constants[name]:.3g} is at its bound: it stands in for more"
-        for name in states.index[states == "at a bound"]
-    ]
+    # constants of a CPU may be anything: it has no data sheet
+    if case.cluster.device.family != "cpu":
+        states = constants_of(fitted)["state"]
+        notes += [
+            f"{name} = {fitted.constants[name]:.3g} is at its bound: it stands in for "
+            "more"
+            for name in states.index[states == "at a bound"]
+        ]
     work, _ = operator_calls(timeline)
     shares = work[work["flops"] > 0].groupby("dtype")["flops"].sum()
     other = shares.drop([_ARITHMETIC.get(case.dtype), case.dtype, ""], errors="ignore")

@@ -220,8 +220,8 @@ def node_extent(
         used = int(devices) // nodes
     if not (0 < used <= full and used * nodes == devices):
         raise ValueError(
-            f"{name}: devices={short_repr(devices)} are neither whole nodes of {full} "
-            "nor a part of each node"
+            f"{name}: devices={short_repr(devices)} on {nodes or 'any'} nodes are "
+            f"neither whole nodes of {full} nor a part of each node"
         )
     return used, nodes
 

@@ -4,6 +4,7 @@ through the rooms.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -106,6 +107,14 @@ class Case:
         case = cls(model, cluster, plan, global_batch, *options)
         case.cluster.device.peak(case.dtype)
         return case
+
+    def answer(self, call: Callable, **options):
+        """Table or timeline that `estimate`, `simulate` or another call makes of the step.
+        options: further arguments, or some in place of its own.
+        """
+        step = vars(self) | options
+        names = ("model", "cluster", "plan")
+        return call(*[step.pop(name) for name in names], **step)
 
     @property
     def tokens(self) -> float | np.ndarray:

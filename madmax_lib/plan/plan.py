@@ -130,12 +130,14 @@ class Plan(Plans):
         """
         if isinstance(text, Plan):
             return text
-        if not isinstance(text, str):
+        parts = re.split(r"[.,\s]+", text.lower()) if isinstance(text, str) else []
+        # an empty text is a variable that nobody set rather than a plan of one rank
+        if not any(parts):
             raise ValueError(
                 f"plan={short_repr(text)} must be a Plan or its text, such as dp2.tp2.z3"
             )
         values = {}
-        for part in filter(None, re.split(r"[.,\s]+", text.lower())):
+        for part in filter(None, parts):
             stated = cls._parse_part(part, text)
             for name in stated:
                 if name in values and part != "zpp":

@@ -121,8 +121,8 @@ def _print_summary(path):
 
 
 def summary_line(timeline) -> str:
-    """The recorded steps of a timeline in a line: their time, communication under
-    compute and exposed, idle time and MFU; means over the ranks.
+    """The recorded steps of a timeline in a line: the median of their time,
+    communication under compute and exposed, idle time and MFU; means over the ranks.
     """
     import madmax_lib as mm
 
@@ -142,7 +142,9 @@ def summary_line(timeline) -> str:
     total_s = max(row["total_s"], 1e-12)
     count = max(len(steps), 1)
     times = f"{count} steps" if count > 1 else "a step"
-    times += f" of {format_s(total_s / count)}"
+    # without marks the recording is one step
+    step_s = mm.traces.step_s(timeline) if steps else total_s
+    times += f" of {format_s(step_s)}"
     if note:
         times += f" ({note})"
     ranks = timeline.ranks

@@ -20,6 +20,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
+from madmax_lib.base.fields import require_int
+
 
 def run_script(name: str, arguments: Sequence[str], *, is_module: bool = False) -> None:
     """Run a script, or a module of this name, as `python` and `python -m` do."""
@@ -83,7 +85,8 @@ class Recorder:
     every: int = 0
 
     def __post_init__(self):
-        if 0 < self.every < self.steps + 2:
+        require_int("warmup", self.warmup)
+        if self.every and self.every < self.steps + 2:
             raise ValueError(
                 f"every={self.every}: a recording and its warm-up take {self.steps + 1} "
                 "steps, and one has to follow"

@@ -80,7 +80,9 @@ class Timeline:
     side_tables: tables for some analyses (operator shapes, allocator events, ...), see
         `side_tables.SIDE_TABLES`. Default: all empty.
     Raises ValueError naming the column and the rule when the spans do not fit the
-    schema. See also: mm.read_trace, mm.simulate, mm.breakdown.
+    schema. A timeline equals itself alone, so that it can be a key; whether another has
+    the same spans says `a.spans.equals(b.spans)`.
+    See also: mm.read_trace, mm.simulate, mm.breakdown.
     """
 
     spans: pd.DataFrame

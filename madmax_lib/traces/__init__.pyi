@@ -69,8 +69,12 @@ from madmax_lib.traces.waits.launch import (
 )
 from madmax_lib.traces.waits.operations import operations as operations
 from madmax_lib.traces.waits.step_times import (
+    counted_steps as counted_steps,
     input_wait as input_wait,
+    only_steps as only_steps,
+    steady_state as steady_state,
     step_note as step_note,
+    step_s as step_s,
     step_summary as step_summary,
     steps as steps,
 )

@@ -20,6 +20,7 @@ from madmax_lib.base.fields import require_type
 from madmax_lib.timeline import BUSY_KINDS, KINDS, Timeline, rank_breakdown, with_origin
 from madmax_lib.timeline.kinds import collective_names, collectives_of
 from madmax_lib.traces.tables import busy_spans, stacked
+from madmax_lib.traces.waits.step_times import counted_steps
 
 _LEVELS = ("name", "op", "class")
 _CARRIED_AS = {
@@ -130,13 +131,12 @@ def compare_ops(
 
 
 def align_steps(a: Timeline, b: Timeline) -> pd.DataFrame:
-    """Pairs of steps to compare: step_a, step_b; only steps with device work, or -1
-    where no step has any.
+    """Pairs of steps to compare: step_a, step_b; only steps with device work, measured
+    ones without warm-up and cut ones, or -1 where no step has any.
 
     A single step, simulated or of another number, stands for every step of the other
-    timeline. Else equal numbers pair; without any, steps pair in order. Of three or
-    more pairs the first is dropped as warm-up, unless both timelines are simulated.
-    Empty when a timeline has no device work.
+    timeline. Else equal numbers pair; without any, steps pair in order. Empty when a
+    timeline has no device work.
     """
     steps_a = _busy_steps(a)
     steps_b = _busy_steps(b)
@@ -148,11 +148,7 @@ def align_steps(a: Timeline, b: Timeline) -> pd.DataFrame:
         pairs = [(steps_a[0], step) for step in steps_b]
     else:
         pairs = common or list(zip(steps_a, steps_b, strict=False))
-    # The first measured step allocates and compiles; a simulated one does not.
-    warm_up = len(pairs) > 2 and "measured" in (a.meta.source, b.meta.source)
-    return pd.DataFrame(
-        pairs[1 if warm_up else 0 :], columns=["step_a", "step_b"], dtype="int64"
-    )
+    return pd.DataFrame(pairs, columns=["step_a", "step_b"], dtype="int64")
 
 
 def align_ranks(a: Timeline, b: Timeline) -> pd.DataFrame:
@@ -235,7 +231,10 @@ def _devices(timeline):
 
 def _busy_steps(timeline):
     steps = sorted(busy_spans(timeline.spans)["step"].unique().tolist())
-    return [step for step in steps if step >= 0] or steps
+    counted = timeline.steps
+    if timeline.meta.source == "measured":
+        counted = counted_steps(timeline)
+    return [step for step in steps if step in counted] or steps
 
 
 def _paired(timeline, ranks, steps):

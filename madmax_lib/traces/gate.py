@@ -210,15 +210,12 @@ class _Recording:
     def __init__(self, timeline):
         table = steps(timeline)
         left_out = table.loc[table["warmup"] | table["cut"], "step"]
-        counted = table[~table["step"].isin(left_out)]
+        counted = table[~table["step"].isin(left_out) & (table["total_s"] > 0)]
         spans = timeline.spans
         busy_on_device = spans["kind"].isin(BUSY_KINDS) & (spans["stream"] >= 0)
         self.timeline = timeline
         self.on_device = bool(busy_on_device.any())
-        # A host may run ahead of its device: then the device's pace is the step.
-        has_pace = self.on_device and counted["period_s"].notna().any()
-        step_s = counted["period_s" if has_pace else "wall_s"]
-        by_step = counted.assign(step_s=step_s).groupby("step")
+        by_step = counted.groupby("step")
         values = by_step[["step_s", "exposed_comm_s"]].mean().dropna()
         self.too_few = ""
         if len(values) < _LEAST_STEPS:

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import numpy as np
-import pandas as pd
 import pytest
 
 from madmax_lib import catalog
@@ -13,7 +12,6 @@ from madmax_lib.calibration.judge.intervals import (
     constants_of,
     determined_by,
     leverage,
-    strongest_pairs,
 )
 from madmax_lib.calibration.published.rows import read_rows, to_steps
 from madmax_lib.calibration.scale import scaled
@@ -76,14 +74,6 @@ def test_states():
     ]
 
 
-def test_strongest_pairs():
-    pairs = strongest_pairs(fitted(correlation=-0.6), 2)
-    assert (
-        pairs["correlation"].tolist() == pytest.approx([-0.6, -0.6])
-        and pairs.loc[0, "first"] == NAMES[0]
-    )
-
-
 def test_leverage_of_a_row_that_is_all_matrix_products():
     """A constant through +-10 % moves no prediction by more than that; one that no row
     uses moves nothing.
@@ -132,6 +122,5 @@ def test_the_shipped_fit():
     assert (found["state"] == "fixed by rows").sum() >= 15 and (
         found["state"] == "at a bound"
     ).sum() <= 8
-    assert isinstance(strongest_pairs(shipped()), pd.DataFrame)
     with pytest.raises(ValueError, match="nothing was fitted"):
         constants_of(Parameters())

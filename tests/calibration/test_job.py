@@ -140,6 +140,12 @@ def test_what_was_not_measured_widens_the_interval():
 def test_what_the_fit_cannot_meet_is_said():
     notes = " ".join(another_plan(recorded("vit-h100"), "dp1.mb64").notes)
     assert "gemm is off by +" in notes and "is at its bound" in notes
+    # of a CPU too the notes are of the fit in the table, whose constants have no bounds
+    answer = another_plan(recorded("gpt-ddp"), "dp2.mb8")
+    parts = answer.kinds.loc["pointwise_s"]
+    error = parts["simulated_s"] / parts["measured_s"] - 1
+    said = f"pointwise is off by {error:+.0%}: no constant can match it"
+    assert answer.notes == (said,)
     case = case_of(recorded("gpt-ddp")).case
     larger = replace(case, global_batch=32, plan=Plan.parse("dp2.mb16"))
     cluster = another_plan(recorded("gpt-ddp"), "dp2.mb8").machine.cluster

@@ -83,6 +83,24 @@ def test_seconds_by_cause():
         kernel_seconds(make_timeline([(0, 1, "comm", "ncclKernel", 0, 5)]))
 
 
+@pytest.mark.parametrize(
+    ("rows", "optimizer_ns"),
+    [
+        # on a CPU what runs in the call; plain arithmetic outside of it is pointwise
+        ([(0, -1, "compute", "aten::mul_", 25, 10), (0, -1, "compute", "aten::mul_", 5, 7)], 10),
+        # on a GPU what is launched in it, on its own rank
+        ([(0, -1, "cpu", "cudaLaunchKernel", 30, 2, 1), (0, 7, "compute", "mul", 90, 9, 1)], 9),
+        ([(1, -1, "compute", "aten::mul_", 25, 10)], 0),
+        ([(0, -1, "compute", "aten::addcdiv_", 60, 4)], 4),  # by its name
+    ],
+)  # fmt: skip
+def test_what_an_optimizer_calls_is_its_work(rows, optimizer_ns):
+    call = (0, -1, "annotation", "Optimizer.step#AdamW.step", 20, 30)
+    trace = make_timeline([call, *rows])
+    by_cause = kernel_seconds(trace.select(ranks=[rows[-1][0]]))
+    assert by_cause["optimizer_s"] == pytest.approx(optimizer_ns * 1e-9)
+
+
 def test_constants_come_back():
     fitted = fit_timeline(timeline(), RUN)
     for name, value in TRUTH.items():

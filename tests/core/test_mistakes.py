@@ -46,6 +46,7 @@ CALLS = cells(
     step(plan="dp8.selectiv") | 'selectiv' in plan & such as selective
     step(plan={"dp": 8}) | plan={'dp': 8} & a Plan or its text, such as
     step(plan=None) | plan=None & a Plan or its text
+    step(plan=" . ") | plan=' . ' & a Plan or its text
     step(plan="dp16") | 16 x 1 x 1 x 1 = 16 & dgx-h100 has 8 devices & nodes=2
     step(plan="tp7") | 1 x 7 x 1 x 1 = 7 & dgx-h100 has 8 devices
     step(plan="dp8.dp8") | dp is given twice in plan
@@ -120,7 +121,20 @@ COMMANDS = cells(
     compare . --gate x | 'x' is not a share such as 3%
     stragglers /nope | /nope: no such file
     flight /nope | /nope: no such directory
-    calibrate --minutes -1 | minutes=-1.0 & positive number
+    calibrate --ranks -2 | '-2' is not a number of 1 to 1024
+    calibrate --rows {PROJECT}/setup.py | setup.py: not a table of runs
+    train gpt-tiny --mode hybrid --tp-size 0 --dry-run | '0' is not a number of 1 to 1024
+    train gpt-tiny --mode baseline --max-samples -1 --dry-run | --steps -1 must be
+    record --warmup -3 {PROJECT}/setup.py | --warmup -3 must be
+    record --every -1 {PROJECT}/setup.py | --every -1: a recording
+    search gpt2 {CLUSTER} --global-batch 99999999999999999999 | a whole number below 2^62
+    expect --model gpt2 --cluster {CLUSTER} --plan dp8 --nodes 3 --global-batch 64 --step-s 1 | devices=8 on 3 nodes
+    estimate gpt9 {CLUSTER} dp8 --global-batch 8 | unknown model 'gpt9' & RunSpec(model=...)
+    calibrate --minutes -1 | --minutes -1.0 & positive number
+    estimate {MODEL} {CLUSTER} dp24 --global-batch 48 | dgx-h100 has 8 devices; give --nodes 3
+    plan --model {MODEL} --tokens -15e12 --days 30 --device h100 | -15e12 are less than a million
+    compare {PROJECT}/traces/gpt-ddp {PROJECT}/traces/gpt-ddp --gate -3% | '-3%' is not a share such as
+    paper vtrain -c nope.json | nope.json: No such file
     run 99_nothing | no notebook '99_nothing'; nearest: 00_tour, 01_explore & `madmax run --list`
     run 20_overlaps | no notebook '20_overlaps'; nearest: 20_overlap
     run -p quick=True | -p needs the name of one notebook

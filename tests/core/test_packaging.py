@@ -149,3 +149,14 @@ def test_type_checkers_accept_the_calls_of_the_docs(tmp_path, wrong):
     script.write_text((PROJECT / "tests" / "core" / "typed_use.py").read_text() + wrong)
     text, _, status = api.run(["--strict", "--follow-imports=silent", str(script)])
     assert (status, "arg-type" in text) == (int(bool(wrong)), bool(wrong)), text
+
+
+def test_a_build_leaves_the_folder_of_executed_notebooks_alone(monkeypatch):
+    """`madmax run` writes build/NAME.ipynb, `pip install .` all of its own below."""
+    pytest.importorskip("setuptools")  # which brings distutils from Python 3.12 on
+    core = pytest.importorskip("distutils.core")
+    monkeypatch.chdir(PROJECT)
+    build = core.run_setup("setup.py", stop_after="init").get_command_obj("build")
+    build.ensure_finalized()
+    assert build.build_base == "build/package"
+    assert build.build_lib.startswith("build/package/")

@@ -74,7 +74,7 @@ def test_a_figure_of_madmax_has_ours_and_theirs(capsys):
     [
         (["vtrain"], "give a configuration"),
         (["vtrain", "-c", "nothing.json"], "nothing.json"),
-        (["metis", "--row", "7"], "row=7 is not one of 1 to 4"),
+        (["metis", "--row", "7"], "--row 7 is not one of 1 to 4"),
         (["metis", "--trials", "0"], "a trial at least"),
         (["metis", "--nodes", "3"], "as many V100 as A100"),
         (["madmax", "--fig", "3"], "figure 3 of MAD-Max is not one of"),

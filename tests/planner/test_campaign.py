@@ -129,10 +129,25 @@ def test_a_plan_of_one_s_own():
     for change, message in (
         ({"plan": "dp8"}, "8"),
         ({"plan": "dp16.mb64"}, "dp16.mb64 needs .* GB, a100-80 has 8"),
-        ({"pue": 0.5}, "pue=0.5 is energy"),
     ):
         with pytest.raises(ValueError, match=message):
             campaign(*asked, devices=16, **stack | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"pue": 0.5}, "pue=0.5 is energy"),
+        ({"usd_per_hour": -2.0}, "usd_per_hour=-2.0 must not be negative"),
+        ({"usd_per_hour": float("nan")}, "usd_per_hour=nan must not be"),
+        ({"tokens": -15e12}, "tokens=-15000000000000.0 must be positive"),
+    ],
+)
+def test_what_is_wrong_is_said_before_the_search(monkeypatch, change, message):
+    asked = {"model": "gpt2-xl", "tokens": 2e10, "cluster": "dgx-a100", "devices": 8}
+    monkeypatch.setattr(f"{campaign.__module__}.search", None)
+    with pytest.raises(ValueError, match=message):
+        campaign(**asked | change)
 
 
 def test_where_a_batch_binds_a_line_says_so():

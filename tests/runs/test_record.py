@@ -189,7 +189,7 @@ def test_long_runs_are_recorded_again(tmp_path):
         (["absent.py"], "absent.py: no such script"),
         (
             ["--every", "6", __file__],
-            "every=6: a recording and its warm-up take 6 steps",
+            "--every 6: a recording and its warm-up take 6 steps",
         ),
     ],
 )

@@ -1,3 +1,5 @@
+import pickle
+
 import pandas as pd
 import pytest
 from support import make_timeline, with_columns, with_tables
@@ -90,6 +92,13 @@ def test_parquet_round_trip(tmp_path):
     pd.testing.assert_frame_equal(again.edges, timeline.edges)
     assert again.meta == timeline.meta
     assert [p.name for p in tmp_path.iterdir()] == ["step.parquet"]
+
+
+def test_a_timeline_equals_itself_alone_and_its_spans_any_others():
+    timeline = make_timeline([(0, 7, "compute", "k", 1, 2)])
+    twin = pickle.loads(pickle.dumps(timeline))
+    assert timeline == timeline and timeline != twin
+    assert timeline.spans.equals(twin.spans) and {timeline: 1}[timeline] == 1
 
 
 def test_load_refuses_other_files(tmp_path):

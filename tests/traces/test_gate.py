@@ -7,7 +7,7 @@ import shutil
 import numpy as np
 import pandas as pd
 import pytest
-from support import make_timeline, refused_line, with_tables
+from support import make_timeline, refused_line, with_columns, with_tables
 
 import madmax_lib as mm
 from madmax_lib.catalog.datasets import PROJECT
@@ -259,6 +259,14 @@ def test_bad_input(a, b, threshold, words):
     with refused_line(words):
         other = recording(1, **b or {}) if isinstance(b, dict | None) else b
         gate(recording(1, **a), other, threshold)
+
+
+def test_steps_in_which_nothing_works_do_not_count():
+    """A profiler without the rows of the device leaves the marks of its steps."""
+    marks = [(0, -1, "annotation", f"ProfilerStep#{i}", 9 * i, 9) for i in range(6)]
+    idle = with_columns(make_timeline(marks), step=range(6))
+    with refused_line("0 steps that neither warm-up nor cut"):
+        gate(idle, idle)
 
 
 def test_recordings_that_lack_a_rank_are_not_judged():

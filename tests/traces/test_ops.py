@@ -380,7 +380,7 @@ def test_mfu_goes_from_step_to_step():
     timeline = traced(drawn, device="v100-32")
     timeline = with_columns(timeline, step=[0] * 4 + [1] * 2 + [0, 0, 1])
     expected = """
-        flops  total_s ns  mfu
+        flops  period_s ns  mfu
         256    50          256/50e-9/15.7e12
         128    20          128/20e-9/15.7e12
     """

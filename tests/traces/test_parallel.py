@@ -78,7 +78,7 @@ def test_read_trace_is_the_same_everywhere_and_reports_a_failing_rank(tmp_path, 
     (tmp_path / "rank2.json.gz").write_bytes(b"\x1f\x8b\x08")
     with pytest.warns(
         TraceWarning,
-        match=r"rank2.json.gz: skipped, the others were read: .*truncated gzip",
+        match=r"rank2.json.gz: skipped, the others were read: [^/]*truncated gzip",
     ):
         timeline = mm.read_trace(tmp_path)
     pd.testing.assert_frame_equal(timeline.spans, whole.spans)

@@ -269,8 +269,8 @@ def test_what_is_not_finite_is_null_and_text_is_json():
             ".madmax (none)",
         ),
         (
-            ["compare", "DDP", "DDP", "--gate", "0"],
-            "threshold=0.0 is not a share above 0",
+            ["compare", "DDP", "/no/such", "--gate", "3%"],
+            "/no/such: no such file",
         ),
         (
             ["compare", "DDP", "--save-baseline", "../main"],
@@ -368,10 +368,40 @@ def test_stragglers_and_report_count_the_same_calls(
     assert {row["where"]: row["cause"] for row in found[1]["summary"]["advice"]}[
         "rank 1"
     ] == "straggler rank"
-    assert (
-        "in steps that are warm-up or cut (0)" in page
-        and sum(row["total_s"] for row in found[1]["rows"]) < 2e-4
-    )
+    assert "in steps that are warm-up or cut (0)" in page
+    assert found[1]["summary"]["not_counted"] == ["step 0"]
+    assert found[1]["summary"]["step_s"] < 2e-5
+
+
+@pytest.mark.parametrize("name", ["gpt-ddp", "dlrm-8xv100"])
+def test_a_name_is_one_number_in_all_commands(name, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    trace = str(dataset(name))
+    step_s = mm.traces.step_s(mm.read_trace(trace))
+    answers = {}
+    gate = ("--gate", "3%")
+    for command, *more in (
+        ("steps",),
+        ("breakdown",),
+        ("report",),
+        ("compare", trace),
+        ("compare", trace, *gate),
+    ):
+        words = [command, trace, *more, "--json", "--all"]
+        answers[f"{command} {more[1:]}"] = json.loads(answered(capsys, *words)[1])
+    steps, *found = answers.values()
+    for each in (found[0], found[1]):
+        assert each["summary"]["step_s"] == pytest.approx(step_s, rel=1e-5)
+        assert each["rows"] == found[0]["rows"] and "per_step" not in each["summary"]
+    sides = found[2]["summary"]["step_s"]
+    assert sides["a"] == sides["b"] == pytest.approx(step_s, rel=1e-5)
+    gated = {row["quantity"]: row["a"] for row in found[3]["rows"]}
+    compared = {row["quantity"]: row["a"] for row in found[2]["rows"]}
+    means = pd.DataFrame(steps["rows"]).groupby("quantity")["mean"].mean()
+    assert gated["step_s"] == pytest.approx(means["step_s"], rel=1e-4)
+    assert gated["step_s"] == pytest.approx(step_s, rel=1e-4)
+    for quantity in ("total_s", "compute_s", "exposed_comm_s", "idle_s"):
+        assert compared[quantity] == pytest.approx(means[quantity], rel=1e-4)
 
 
 def test_a_search_writes_the_configuration_of_its_best_plan(tmp_path, capsys):

@@ -66,19 +66,20 @@ def test_train_dry_takes_every_field_of_a_run_and_starts_nothing(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["gpt-tiny", "dp3", "--batch", "4"], "global_batch=4 is not a multiple"),
+        (["gpt-tiny", "dp3", "--batch", "4"], "--global-batch 4 is not a multiple"),
         (["gpt-huge", "dp1"], "gpt-huge"),
         (
             ["gpt-tiny", "dp2.z3", "--offload", "optimizer", "--device", "cpu"],
-            "offload='optimizer' does not run here",
+            "--offload 'optimizer' does not run here",
         ),
-        (["gpt-tiny", "dp1", "--dtype", "int4"], "dtype='int4' is not one of"),
-        (["gpt-tiny", "dp2", "--speed", "0.5"], "speed=0.5 must be of type tuple"),
+        (["gpt-tiny", "dp1", "--dtype", "int4"], "--dtype 'int4' is not one of"),
+        (["gpt-tiny", "dp2", "--speed", "0.5"], "--speed 0.5 must be of type tuple"),
         (
             ["gpt-tiny", "dp1", "--device", "cpu", "--dry-run", "-o", "/dev/null/run"],
             "a run needs a directory",
         ),
         (["gpt-tiny"], "give a model and a strategy"),
+        (["gpt-tiny", ""], "give a model and a strategy"),
         (["--mode", "hybrid", "--ranks", "3"], "--tp-size 2 does not divide 3 ranks"),
     ],
 )

@@ -23,7 +23,6 @@ PLOTS = {
     operators.plot_roofline: mm.traces.roofline,
     comm.plot_groups: mm.traces.by_group,
     comm.plot_bandwidth: mm.traces.calls,
-    comm.plot_skew: mm.traces.skew,
     comm.plot_stragglers: mm.traces.stragglers,
     comm.plot_workers: lambda timeline: workers(timeline),
     launch.plot_launches: mm.traces.launches,
@@ -37,7 +36,7 @@ PLOTS = {
     ),
 }
 NO_AREAS = [operators.plot_roofline, launch.plot_launches, launch.plot_queue]
-NO_AREAS += [comm.plot_workers, comm.plot_skew, comm.plot_bandwidth]
+NO_AREAS += [comm.plot_workers, comm.plot_bandwidth]
 
 
 def workers(timeline):

@@ -35,6 +35,7 @@ from madmax_lib.calibration.job.shapes import shapes_of
 from madmax_lib.calibration.job.splits import Facts, add_groups, add_splits
 from madmax_lib.calibration.machine.machine import Machine, fit_constants
 from madmax_lib.calibration.trace import fit_timeline, slowest_stage, step_seconds
+from madmax_lib.calibration.trace_checks import fit_notes
 from madmax_lib.catalog.models import Cluster, Device, Link, Transformer
 from madmax_lib.plan.case import Case
 from madmax_lib.plan.plan import Plan
@@ -81,7 +82,7 @@ class AnotherPlan:
         text = (
             f"{self.case.plan}: {self.step_s:.4g} s, 90 % {self.low_s:.4g} to "
             f"{self.high_s:.4g} s, {self.memory_bytes / 1e9:.3g} GB a device; measured "
-            f"{self.kinds['measured_s'].sum():.4g} s"
+            f"{self.kinds['measured_s'].sum():.4g} s (median total_s)"
         )
         table = self.kinds.to_string(float_format="{:.4g}".format)
         return "\n".join([text, "", table, *self.notes])
@@ -121,12 +122,16 @@ def another_plan(
         global_batch=global_batch,
     )
     parameters = _constants(timeline, case)
-    old_row = _priced(estimate, case, parameters).iloc[0]
-    new_row = _priced(estimate, new, parameters).iloc[0]
+    old_row = case.answer(estimate, parameters=parameters).iloc[0]
+    new_row = new.answer(estimate, parameters=parameters).iloc[0]
     measured = slowest_stage(timeline, case)
     kinds = _kinds(
         measured, *(row[list(PARTS)].astype(float) for row in (old_row, new_row))
     )
+    # of the constants in use; a part that the trace lacks has no error
+    errors = kinds["simulated_s"].div(kinds["measured_s"]).reindex(_KERNELS) - 1
+    errors = dict(errors[np.isfinite(errors)])
+    notes = fit_notes(timeline, case, errors, parameters)
     step_s = float(kinds["new_s"].sum())
     share = min((kinds["new_s"] - kinds["measured_s"]).abs().sum() / step_s, 1.0)
     prior = np.log(new_row["high_s"] / new_row["step_s"])
@@ -135,7 +140,7 @@ def another_plan(
     crowded = ["more ranks than traced: assuming that each has its own cores"]
     if case.cluster.device.family != "cpu" or plan.world_size <= case.plan.world_size:
         crowded = []
-    simulated = _priced(simulate, new, parameters)
+    simulated = new.answer(simulate, parameters=parameters)
     # all spans take longer by one factor, so that the step lasts step_s
     times_ns = simulated.spans[["start_ns", "dur_ns"]]
     length_ns = times_ns.sum(axis=1).max() - times_ns["start_ns"].min()
@@ -151,7 +156,7 @@ def another_plan(
         memory_bytes=float(new_row["memory_bytes"]),
         timeline=simulated,
         machine=Machine(case.cluster, parameters, case.dtype),
-        notes=(*parameters.provenance["notes"], *crowded),
+        notes=(*notes, *crowded),
     )
 
 
@@ -196,14 +201,9 @@ def _constants(timeline, case):
     begin = replace(shipped(), collectives=fitted.collectives, links=fitted.links)
     measured = pd.DataFrame([slowest_stage(timeline, case)])
     machine = fit_constants([case], measured, begin)
-    return replace(machine, provenance=fitted.provenance | machine.provenance)
-
-
-def _priced(call, case, parameters):
-    """Answer of `estimate` or `simulate` for a case."""
-    names = ("global_batch", "sequence", "dtype", "software")
-    arguments = {name: getattr(case, name) for name in names}
-    return call(case.model, case.cluster, case.plan, **arguments, parameters=parameters)
+    # what the first fit missed says nothing about the second
+    origin = fitted.provenance | machine.provenance | {"errors": [], "notes": []}
+    return replace(machine, provenance=origin)
 
 
 def _kinds(measured, old, new):

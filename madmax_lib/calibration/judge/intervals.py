@@ -340,22 +340,6 @@ def constants_of(parameters: Parameters) -> pd.DataFrame:
     return with_origin(table.assign(note=priors["note"]), origin)
 
 
-def strongest_pairs(parameters: Parameters, count: int = 10) -> pd.DataFrame:
-    """The most correlated pairs: first, second, correlation.
-
-    The product or the ratio of such constants is known better than each of them.
-    """
-    covariance = np.array(parameters.covariance)
-    names = np.array(parameters.fitted)
-    width = np.sqrt(np.diag(covariance))
-    # indices of the upper triangle, each pair once
-    first, second = np.triu_indices(len(names), 1)
-    pairs = pd.DataFrame({"first": names[first], "second": names[second]})
-    pairs["correlation"] = (covariance / np.outer(width, width))[first, second]
-    order = pairs["correlation"].abs().sort_values(ascending=False, kind="stable").index
-    return pairs.loc[order[:count]].reset_index(drop=True)
-
-
 def determined_by(parameters: Parameters, rows: pd.DataFrame) -> pd.DataFrame:
     """The rows whose time each fitted constant moves by 1 % or more over the width of
     its prior: how many, of how many sources, and the source that has most of them.

@@ -53,14 +53,9 @@ def predicted(machine: Machine, spec: RunSpec) -> dict[str, object]:
     before it is made.
     """
     case = case_of(spec, machine)
-    step = (case.model, case.cluster, case.plan)
-    options = {
-        name: getattr(case, name) for name in ("global_batch", "sequence", "dtype")
-    }
-    options["parameters"] = machine.parameters
-    timeline = simulate(*step, **options)
+    timeline = case.answer(simulate, parameters=machine.parameters)
     spans = timeline.spans
-    row = estimate(*step, **options).iloc[0]
+    row = case.answer(estimate, parameters=machine.parameters).iloc[0]
     step_s = float((spans["start_ns"] + spans["dur_ns"]).max() / NS_PER_S)
     # torch counts allocations on a GPU, a CPU shows whole processes
     on_gpu = case.cluster.device.family != "cpu"

@@ -87,7 +87,12 @@ def to_table(rows: pd.DataFrame | str | Path) -> pd.DataFrame:
         return rows
     if Path(rows).is_dir():
         return run_rows(rows)
-    return pd.read_csv(rows, encoding="utf-8-sig")
+    try:
+        return pd.read_csv(rows, encoding="utf-8-sig")
+    except ValueError as error:
+        raise ValueError(
+            f"{rows}: not a table of runs ({str(error).strip()})"
+        ) from None
 
 
 def _warn_of_unknown(table):

@@ -14,14 +14,14 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from madmax_lib.calibration.trace import kernel_seconds, slowest_stage
+from madmax_lib.calibration.trace import slowest_stage
 from madmax_lib.calibration.trace_checks import check_trace
 from madmax_lib.plan.case import Case
 from madmax_lib.simulator.estimate import estimate
 from madmax_lib.simulator.rates.parameters import Parameters
 from madmax_lib.simulator.steady.step_time import COMMUNICATION
 from madmax_lib.timeline.timeline import Timeline
-from madmax_lib.traces.waits.step_times import steps as steps_of
+from madmax_lib.traces.waits.step_times import step_s, steps as steps_of
 
 # parts of a step: columns of `estimate`
 _PARTS = {
@@ -32,7 +32,7 @@ _PARTS = {
     "communication": COMMUNICATION,
     "waiting": ("launch_s", "bubble_s", "overhead_s"),
 }
-# parts that kernels tell apart: entries of `kernel_seconds`
+# parts that kernels tell apart: entries of `slowest_stage`
 _TRACED = {
     "matrix products": "gemm_s",
     "attention": "attention_s",
@@ -65,7 +65,7 @@ class Outlook:
 
         Raises ValueError, as `estimate` does, for a step that cannot be laid out.
         """
-        row = _estimated(case, parameters).to_dict()
+        row = case.answer(estimate, parameters=parameters).iloc[0].to_dict()
         return cls(case, parameters, row, row["step_s"], row["high_s"] / row["step_s"])
 
 
@@ -77,29 +77,17 @@ class _Cause(NamedTuple):
     step_s: float  # if so
 
 
-def _estimated(case, parameters):
-    """The row that `estimate` gives a case."""
-    names = ("global_batch", "sequence", "dtype", "software", "imbalance", "jitter")
-    options = {name: getattr(case, name) for name in names}
-    step = (case.model, case.cluster, case.plan)
-    return estimate(*step, **options, parameters=parameters).iloc[0]
-
-
 def timed_s(timeline: Timeline) -> float:
-    """Seconds of a step: the median from start to start, of a single step the device's.
+    """Seconds of a step, as `step_s` of the traces has them.
 
-    Raises ValueError for a trace whose steps are not marked, or without compute.
+    Raises ValueError for a trace whose steps are not marked.
     """
     if not timeline.steps:
         raise ValueError(
             "timeline: no step marks (profiler.step()): the step must be "
             "given as a number"
         )
-    table = steps_of(timeline)
-    periods = table["period_s"][~(table["cut"] | table["warmup"])].dropna()
-    if len(periods):
-        return float(periods.median())
-    return kernel_seconds(timeline)["step_s"]
+    return step_s(timeline)
 
 
 def parts_of(
@@ -223,8 +211,8 @@ def _misread(outlook, source):
         # four passes for three
         hardware = "tflops includes recomputation (hardware FLOPs)"
         causes["tflops"].append((hardware, predicted_s * 3 / 4))
-    for cause, step_s in causes.get(source, ()):
-        yield _Cause("number", cause, step_s)
+    for cause, seconds in causes.get(source, ()):
+        yield _Cause("number", cause, seconds)
     if count > 1:
         cause = "global_batch is one micro-batch of all devices"
         yield _Cause("number", cause, predicted_s * count)
@@ -236,10 +224,10 @@ def _changed(outlook):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # links are changed here on purpose
             try:
-                row = _estimated(case, outlook.parameters)
+                row = case.answer(estimate, parameters=outlook.parameters)
             except ValueError:
                 continue
-        yield _Cause(part, cause, float(row["step_s"]))
+        yield _Cause(part, cause, row["step_s"].item())
 
 
 def _changes(case):

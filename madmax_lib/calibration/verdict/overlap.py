@@ -129,9 +129,7 @@ def _means(case: Case, layers=False):
 
     layers: of its layers, without messages between stages, as some traces show them.
     """
-    names = ("global_batch", "sequence", "dtype", "software")
-    options = {name: getattr(case, name) for name in names}
-    step = simulate(case.model, case.cluster, case.plan, **options)
+    step = case.answer(simulate)
     if layers:
         step = step.where((step.spans["group"] != "pp").to_numpy())
     return breakdown(step).mean()

@@ -130,17 +130,19 @@ def campaign(
         software_of(software, parameters),
     )
     check_case(case)
-    # before the searches that it waits for
     goodput = require_type("goodput", goodput, Goodput, Goodput)
     job = _Job(
         case,
-        require_number("tokens", tokens, positive=True),
+        tokens,
         global_batch,
         (case.software,) if plan else stacks_of(case),
         parameters,
     )
     costs = {"usd_per_hour": usd_per_hour, "model": case.model, "goodput": goodput}
     costs["pue"] = pue
+    # of no plan: what is wrong with it is said before the searches
+    node = _resized(case.cluster, case.cluster.devices_per_node)
+    training(pd.DataFrame({"tokens_per_s": []}), tokens, node, **costs)
     if days is not None:
         require_number("days", days, positive=True)
     if plan and devices is None:

@@ -106,14 +106,13 @@ def mfu(
     device: str | Device | None = None,
     flops_per_step: float | None = None,
 ) -> pd.DataFrame:
-    """Model FLOPs utilisation of each rank and step: rank, step, flops, total_s,
+    """Model FLOPs utilisation of each rank and step: rank, step, flops, period_s,
     flops_per_s, mfu (0..1), coverage.
 
     flops: flops_per_step of one rank if given, else of the recorded shapes, which count
     recomputation too (then it is the hardware's utilisation), NaN without either.
-    total_s: the period of the step (see `step_periods`), of the last one from its begin
-    to its end. The peak is that of the recorded dtypes, by their FLOPs; bf16 where none
-    is recorded.
+    period_s: as in `steps`, of the last one from its begin to its end. The peak is that
+    of the recorded dtypes, by their FLOPs; bf16 where none is recorded.
     coverage: share (0..1) of the time of matrix products, convolutions and attention
     whose FLOPs are known; below 0.5 the mfu of recorded shapes is NaN. Where no shapes
     are recorded, as in a simulated step, a TraceWarning says so.
@@ -121,7 +120,7 @@ def mfu(
     """
     table = step_periods(timeline).sort_values(["rank", "step"], ignore_index=True)
     # The last step has no next one to end its period.
-    table["total_s"] = table["period_s"].fillna(
+    table["period_s"] = table["period_s"].fillna(
         (table["end_ns"] - table["begin_ns"]) / NS_PER_S
     )
     calls, work = operator_calls(timeline)
@@ -151,11 +150,11 @@ def mfu(
     )
     if flops_per_step is not None:
         table["flops"] = float(flops_per_step)
-    table["flops_per_s"] = ratio(table["flops"], table["total_s"])
+    table["flops_per_s"] = ratio(table["flops"], table["period_s"])
     # Shapes that tell less than half of the time of products tell no utilisation.
     untold = (flops_per_step is None) & (table["coverage"] < _ENOUGH)
     table["mfu"] = (table["flops_per_s"] / peak).mask(untold)
-    columns = ["flops", "total_s", "flops_per_s", "mfu", "coverage"]
+    columns = ["flops", "period_s", "flops_per_s", "mfu", "coverage"]
     return with_origin(table[["rank", "step", *columns]], timeline)
 
 

@@ -131,7 +131,8 @@ def _warn_of_failures(failures):
     for path, reason in failures.items():
         if isinstance(reason, OtherContent):
             continue
-        unread[path.name] = str(reason) or type(reason).__name__
+        text = str(reason) or type(reason).__name__
+        unread[path.name] = text.removeprefix(f"{path}: ")
         warnings.warn(
             f"{path}: skipped, the others were read: {unread[path.name]}",
             TraceWarning,

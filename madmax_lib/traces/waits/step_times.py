@@ -37,7 +37,7 @@ _PARTS = (
     "idle_s",
     "overlap",
 )
-_QUANTITIES = ("wall_s", "period_s", *_PARTS)
+_QUANTITIES = ("step_s", "wall_s", "period_s", *_PARTS)
 _DEVIATIONS = 5.0
 _SLOWER = 0.1
 _NEXT_BATCH = r"DataLoader.*__next__|dataloader\.py\(\d+\): __next__"
@@ -45,14 +45,17 @@ _NEXT_BATCH = r"DataLoader.*__next__|dataloader\.py\(\d+\): __next__"
 
 @cached_per_timeline
 def steps(timeline: Timeline) -> pd.DataFrame:
-    """Every step of every rank: rank, step, wall_s, period_s, the columns of
+    """Every step of every rank: rank, step, step_s, wall_s, period_s, the columns of
     `breakdown`, annotated, cut, warmup.
 
+    step_s: what a further step takes: period_s on a device, or where no step that
+    counts has one the longer of wall_s and total_s; wall_s where the host is the device.
     wall_s: the step's annotation on the host, or its first to its last span where it
     has none (annotated is false).
     period_s: as in `step_periods`; a host that runs ahead does not show it. The others
     are `breakdown` of the work that belongs to the step, so total_s = compute_s +
-    non_compute_s + idle_s; steps may overlap on a device.
+    non_compute_s + idle_s. total_s is shorter than step_s by the idle time between
+    steps, and longer where steps overlap on a device.
     cut: a step without work or annotation where others of its rank have some, or the
     first or last of at least three with less than half as many spans as the median of
     the others.
@@ -91,6 +94,13 @@ def steps(timeline: Timeline) -> pd.DataFrame:
     table = table.merge(periods, on=["rank", "step"], how="left")
     table = table.assign(cut=_cut(table))
     table["warmup"] = table["step"].isin(_warmup(table[~table["cut"]]))
+    table["step_s"] = table["wall_s"]
+    # a host may run ahead of its device, whose pace then is the step
+    if (busy["stream"] >= 0).any():
+        counted = table[~(table["cut"] | table["warmup"])]
+        has_pace = counted["period_s"].notna().any()
+        longer_s = table[["wall_s", "total_s"]].max(axis=1)
+        table["step_s"] = table["period_s"] if has_pace else longer_s
     table = table[["rank", "step", *_QUANTITIES, "annotated", "cut", "warmup"]]
     return with_origin(table, timeline)
 
@@ -99,10 +109,25 @@ def steady_state(timeline: Timeline) -> tuple[Timeline, list[int]]:
     """The steps that are neither warm-up nor cut, all where none is left, and their
     numbers, as `only_steps` gives them.
     """
+    counted = counted_steps(timeline)
+    return only_steps(timeline, counted), counted
+
+
+def counted_steps(timeline: Timeline) -> list[int]:
+    """Numbers of the steps that are neither warm-up nor cut on any rank, all where none
+    is left.
+    """
     table = steps(timeline)
     left_out = set(table.loc[table["warmup"] | table["cut"], "step"])
-    counted = sorted(set(timeline.steps) - left_out) or timeline.steps
-    return only_steps(timeline, counted), counted
+    return sorted(set(timeline.steps) - left_out) or timeline.steps
+
+
+def step_s(timeline: Timeline) -> float:
+    """Seconds of the recurring step: step_s of `steps`, the median of those that count,
+    mean over their ranks; NaN where there is none.
+    """
+    by_step = steps(timeline).groupby("step")["step_s"].mean()
+    return float(by_step.reindex(counted_steps(timeline)).median())
 
 
 def only_steps(timeline: Timeline, counted: list[int]) -> Timeline:
@@ -166,7 +191,7 @@ def step_summary(table: pd.DataFrame | Timeline) -> pd.DataFrame:
     """Spread of `steps`, or of those of a timeline, over the steps of each rank,
     without warm-up and cut ones.
 
-    rank, quantity (wall_s to overlap), steps (that count), mean, median, std (n - 1;
+    rank, quantity (step_s to overlap), steps (that count), mean, median, std (n - 1;
     NaN for one step), p10, p90; the unit is that of the quantity.
     """
     if isinstance(table, Timeline):

@@ -100,9 +100,9 @@ def add_parser(
     rows = [row for row in _options() if name in row["commands"].split()]
     texts = {row["name"]: row["help"] for row in rows}
     # of a help text argparse makes one sign of two, of a description it does not
-    about = texts.get("description") or texts[""].replace("%%", "%")
+    about = f"{texts['']}. {texts.get('description', '')}".replace("%%", "%")
     parser = commands.add_parser(name, help=texts[""], description=about)
-    parser.set_defaults(command=command)
+    parser.set_defaults(command=command, parser=parser)
     groups = {"": parser}  # of arguments that exclude each other
     for row in rows:
         group = row["group"]
@@ -140,6 +140,24 @@ def add_command(
     parser.set_defaults(format="text")
 
 
+def error_line(error: Exception, parser: ArgumentParser) -> str:
+    """The line of an error of a command: its options stand for the arguments of Python
+    that they give, words for numbers of the system.
+    """
+    text = str(with_extra(error))
+    if isinstance(error, OSError) and error.filename:
+        text = f"{error.filename}: {error.strerror}"
+    flags = set(re.findall(r"--[\w-]+", parser.format_help()))
+
+    def option(match):
+        flag = f"--{match[1].replace('_', '-')}"
+        # other arguments keep their names
+        return " ".join(filter(None, [flag, match[2]])) if flag in flags else match[0]
+
+    # what stands in a call, such as RunSpec(model=...), is Python
+    return re.sub(r"(?<!\()\b([a-z_]+)=([\w'-]?)", option, text).strip()
+
+
 def envelope(
     command: str,
     answer: Answer | Exception,
@@ -156,7 +174,7 @@ def envelope(
     lists = {"inputs": [], "findings": [], "rows": [], "warnings": list(caught)}
     summary = {}
     if isinstance(answer, Exception):
-        head |= {"status": 2, "error": str(with_extra(answer))}
+        head |= {"status": 2, "error": str(answer)}
     else:
         head |= {"status": answer.status, "error": None}
         summary = _plain(answer.summary, math.inf if complete else 4 * _LETTERS)
@@ -208,10 +226,12 @@ def _print_answer(command, answer, options):
         print(text)
         return result.status
     with warnings.catch_warnings(record=True, action="default") as caught:
+        error = None
         try:
             result = answer(options)
-        except (OSError, ValueError, ImportError) as error:
-            result = error
+        except (OSError, ValueError, ImportError) as reason:
+            error = reason
+            result = ValueError(error_line(error, options.parser))
     print(
         envelope(
             command,
@@ -220,8 +240,8 @@ def _print_answer(command, answer, options):
             complete=options.all,
         )
     )
-    if isinstance(result, Exception):
-        raise result
+    if error:
+        raise error
     return result.status
 
 

@@ -35,9 +35,10 @@ def add(commands, words: list[str]) -> None:
         print(text)
         return int("\n  fails " in text)  # as a line of `check` says it
 
+    kinds = {"ranks": _ranks}
     for command in (doctor, _check, record, _bench, _calibrate):
-        add_parser(commands, command.__name__.strip("_"), command, ranks=_ranks)
-    train = add_parser(commands, "train", _train)
+        add_parser(commands, command.__name__.strip("_"), command, **kinds)
+    train = add_parser(commands, "train", _train, **kinds)
     # reading them imports the runs, which other commands need not wait for
     if "train" in words:
         _add_fields(train)
@@ -102,7 +103,7 @@ def _train(options):
 
     if options.mode:
         _as_in_the_study(options)
-    elif options.strategy is None:
+    elif not options.strategy:
         raise ValueError(
             "give a model and a strategy, such as gpt-tiny dp2.z3, or --mode"
         )
@@ -149,7 +150,7 @@ def _as_in_the_study(options):
     options.strategy = f"dp{dp}.tp{tp}.z3" if options.mode == "hybrid" else f"dp{dp}"
     options.global_batch = options.global_batch or options.batch_size * dp
     if options.max_samples:
-        options.steps = max(options.max_samples // options.global_batch, 1)
+        options.steps = options.max_samples // options.global_batch or 1
     options.fused_gelu = options.fused or options.fused_gelu
 
 
@@ -217,9 +218,11 @@ def _calibrate(options):
 
         machine = calibrate_rows(options.rows, options.output, options.like)
     else:
-        names = ("hosts", "minutes", "device", "ranks")
-        asked = {name: getattr(options, name) for name in names}
-        machine = calibrate(options.output, network=options.network or "", **asked)
+        asked = {
+            name: getattr(options, name) for name in ("hosts", "minutes", "device")
+        }
+        asked |= {"network": options.network or "", "ranks": options.ranks or 0}
+        machine = calibrate(options.output, **asked)
     results = pd.read_csv(options.output / "results.csv")
     if options.json:
         print(json.dumps(machine.provenance | {"results": _records(results)}, indent=1))

@@ -106,6 +106,6 @@ def _count(text):
     except ValueError:
         wanted = "not a number such as 15e12, 15T or 300B"
         raise ArgumentTypeError(f"{text!r} is {wanted}") from None
-    if 0 < count < _FEWEST_TOKENS:
+    if not count >= _FEWEST_TOKENS:
         raise ArgumentTypeError(f"{text} are less than a million tokens; 15T are 15e12")
     return count

@@ -33,11 +33,15 @@ _LEAST_COST = 0.01  # of the step: stragglers that cost less say nothing
 def add(commands) -> None:
     """Add these commands."""
 
+    def breakdown(options):
+        timeline = read(options.traces)
+        return _parts(timeline, {"device": timeline.meta.device})
+
     def history(options):
         table = traces.history(options.runs)
         return Answer(table, table.attrs)
 
-    answers = (_breakdown, _cut, _compare, _stragglers, _steps, history, _flight)
+    answers = (breakdown, _cut, _compare, _stragglers, _steps, history, _flight)
     for answer in (*answers, _snapshot, _report):
         add_command(commands, answer, share=_share, steps=_span)
 
@@ -65,24 +69,6 @@ def _ranks(timeline):
     return about
 
 
-def _breakdown(options):
-    from madmax_lib.traces.waits.step_times import steady_state
-
-    recording = read(options.traces)
-    table = traces.breakdown(recording, steps=True)
-    # a mean with warm-up in it is of no step
-    timeline, steps = steady_state(recording)
-    about = {
-        **_ranks(recording),
-        "steps": len(recording.steps),
-        "not_counted": _others(recording, steps),
-        "device": recording.meta.device,
-        **_per_step(table),
-    }
-    about |= {"per_step": _per_step(traces.breakdown(timeline, steps=True))["per_step"]}
-    return Answer(table, about)
-
-
 def _others(recording, steps):
     """Names of the steps that are not among those that count."""
     return [f"step {step}" for step in recording.steps if step not in steps]
@@ -97,8 +83,6 @@ def _span(text):
 
 
 def _cut(options):
-    from madmax_lib.traces.waits.step_times import only_steps
-
     timeline = read(options.traces)
     if options.steps is None:
         part = traces.window(timeline, vars(options)["from"], options.to)
@@ -106,22 +90,33 @@ def _cut(options):
         steps = [step for step in timeline.steps if step in options.steps]
         if not steps:
             raise ValueError(f"none of these steps; the trace has {timeline.steps}")
-        part = only_steps(timeline, steps)
+        part = traces.only_steps(timeline, steps)
     paths = traces.export_trace(part, options.output)
     about = _ranks(part) | {"files": list(map(str, paths))}
     return Answer(traces.breakdown(part), about)
 
 
-def _per_step(table):
-    """Headline of a breakdown by parts: a step, and the work outside of all, in s per
-    rank.
+def _parts(recording, about):
+    """Answer of a breakdown by parts; its headline, after what is known about it: a
+    step, the shares of the steps' time, and the work outside of all in s per rank.
     """
-    recorded = table[table["part"] == "steps"]
-    times = recorded[["total_s", "compute_s", "exposed_comm_s", "idle_s"]]
-    per_step_s = times.div(recorded["steps"], axis=0).mean()
+    # of warm-up no other step has its share
+    steady, counted = traces.steady_state(recording)
+    parts = traces.breakdown(steady, steps=True)
+    times_s = parts[parts["part"] == "steps"].sum(numeric_only=True)
+    names = ["compute_s", "exposed_comm_s", "idle_s"]
+    shares = times_s[names] / (times_s["total_s"] or math.nan)
+    table = traces.breakdown(recording, steps=True)
     work_s = (table["total_s"] - table["idle_s"]).groupby(table["part"]).sum()
-    outside_s = work_s.drop("steps") / len(recorded)
-    return {"per_step": dict(per_step_s), "work_outside_steps_s": dict(outside_s)}
+    outside_s = work_s.drop("steps") / len(recording.ranks)
+    summary = _ranks(recording) | {
+        "steps": len(recording.steps),
+        "not_counted": _others(recording, counted),
+        "step_s": traces.step_s(recording),
+        "share": dict(shares.rename(lambda name: name.removesuffix("_s"))),
+        "work_outside_steps_s": dict(outside_s),
+    }
+    return Answer(table, about | summary)
 
 
 def _share(text):
@@ -131,7 +126,7 @@ def _share(text):
     except ValueError:
         share = math.nan
     # 3 for 3%, a forgotten %, would let everything pass
-    if math.isnan(share) or (share >= 1 and not is_percent):
+    if not 0 < share < (10 if is_percent else 1):
         raise ArgumentTypeError(f"{text!r} is not a share such as 3% or 0.03")
     return share
 
@@ -212,7 +207,8 @@ def _compare(options):
     if not options.operations:
         table = traces.compare(a[0], b[0], labels=labels)
     most = operations.head(_MOST_OPERATIONS)[["name", "kind", "difference_s"]]
-    return Answer(table, {"most": most.to_dict("records")})
+    about = {"step_s": {"a": traces.step_s(a[0]), "b": traces.step_s(b[0])}}
+    return Answer(table, about | {"most": most.to_dict("records")})
 
 
 def _gate(a, b, threshold):
@@ -278,12 +274,10 @@ def _late_ranks(table, timeline, steps):
 
 
 def _stragglers(options):
-    from madmax_lib.traces.waits.step_times import steady_state
-
     if log := _log(options):
         return _late(log)
     recording = read(options.traces)
-    timeline, steps = steady_state(recording)
+    timeline, steps = traces.steady_state(recording)
     table = traces.stragglers(timeline)
     about = _ranks(timeline) | {"steps": len(steps)}
     often_last = ", ".join(map(str, table.attrs["often_last"]))
@@ -349,7 +343,6 @@ def _snapshot(options):
 
 
 def _report(options):
-    from madmax_lib.traces.waits.step_times import steady_state
     from madmax_lib.view.report.report import write_report
 
     output = options.output
@@ -377,17 +370,10 @@ def _report(options):
         name = Path(options.beside).resolve().name
         other = {"other_run": read([options.beside]), "other": name}
     path = write_report(recording, output, title, **other)
-    # the page has warm-up too, the advice is about the steady steps
-    timeline, steps = steady_state(recording)
-    causes = traces.advise(timeline)[["cause", "where", "gain_s", "share"]].head(_MOST)
+    causes = traces.advise(recording)[["cause", "where", "gain_s", "share"]].head(_MOST)
     about = {"page": str(path)}
     if options.baseline:
         about["baseline"] = str(recording.save(options.baseline))
         about["overlap"] = summary_line(recording)
-    about |= _ranks(recording) | {
-        "spans": len(recording),
-        "steps": len(steps),
-        "advice": causes.to_dict("records"),
-    }
-    table = traces.breakdown(timeline, steps=True)
-    return Answer(table, about | _per_step(table))
+    about |= {"spans": len(recording), "advice": causes.to_dict("records")}
+    return _parts(recording, about)

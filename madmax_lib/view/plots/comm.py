@@ -2,7 +2,6 @@
 `traces.stragglers`.
 """
 
-import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
@@ -102,37 +101,6 @@ def plot_bandwidth(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         y="bus bandwidth [GB/s]",
         where="beside",
         origin=table,
-    )
-
-
-def plot_skew(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
-    """Last arrival minus first arrival of the calls of `skew`, by collective; the bar
-    is the median.
-    """
-    data = table[["step", "group", "collective", "last_rank", "skew_s", "transfer_s"]]
-    late = table[table["skew_s"] > 0]  # the axis is logarithmic
-    if not len(late):
-        return empty(ax, data, "No skew: no two ranks arrive at different times", table)
-    medians_s = table.groupby("collective")["skew_s"].median()
-    medians_s = medians_s.sort_values(ascending=False)
-    ax = ax or new_axes(height=1.3 + 0.55 * len(medians_s))
-    import seaborn  # late: it brings scipy.stats, a second of every start
-
-    log_axis(ax, "x", late["skew_s"].min(), late["skew_s"].max(), format_s)
-    look = {"jitter": False, "color": COLORS["comm"], "linewidth": 0.4, "ax": ax}
-    names = list(medians_s.index)
-    seaborn.stripplot(late, x="skew_s", y="collective", order=names, **look)
-    # a median of 0 cannot stand on a logarithmic axis
-    ax.plot(medians_s.replace(0.0, np.nan), names, "|k", ms=30)
-    ax.set_ylabel("")
-    skew_s = table["skew_s"].median()
-    times = skew_s / max(table["transfer_s"].median(), 1e-12)
-    return finish(
-        ax,
-        data,
-        f"Median skew {format_s(skew_s)}, {times:.2g} times the median transfer",
-        x="last arrival - first arrival (bar: median)",
-        rows=[_name(name) for name in medians_s.index],
     )
 
 

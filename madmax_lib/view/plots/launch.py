@@ -15,7 +15,6 @@ from madmax_lib.view.drawing import (
     finish,
     lines,
     new_axes,
-    plural,
     row_label,
     thinned,
 )
@@ -171,7 +170,7 @@ def plot_steps(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         "idle_s",
         "total_s",
         "wall_s",
-        "period_s",
+        "step_s",
         "warmup",
         "cut",
     ]
@@ -184,7 +183,14 @@ def plot_steps(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     labels = [f"step {step}" for step in mean.index]
     # means over the ranks
     parts_ms = parts.groupby(table["step"]).mean() * 1e3
-    title = _steps_title(mean[notes == ""], len(mean))
+    step_s = mean["step_s"][notes == ""].dropna()
+    title = "No whole step"
+    if len(step_s):
+        ends = f"{format_s(step_s.min())} to {format_s(step_s.max())}"
+        left_out = np.count_nonzero(notes)
+        title = (
+            f"A step takes {format_s(step_s.median())} ({ends}), {left_out} left out"
+        )
     ax = bar_chart(
         ax,
         mean.reset_index(),
@@ -207,16 +213,3 @@ def plot_steps(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     for row in np.flatnonzero(notes != ""):
         ax.axhspan(row - 0.5, row + 0.5, **shade)
     return ax
-
-
-def _steps_title(counted, steps):
-    """Median of the steps that are neither warm-up nor cut: of their periods
-    where any is known, else of their durations on the host.
-    """
-    has_period = counted["period_s"].notna().any()
-    step_s = counted["period_s" if has_period else "wall_s"].dropna()
-    if not len(step_s):
-        return "No whole step"
-    title = f"A step takes {format_s(step_s.median())} in the median"
-    left_out = steps - len(counted)
-    return f"{title}; {plural(left_out, 'step')} left out" if left_out else title

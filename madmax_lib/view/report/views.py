@@ -14,7 +14,6 @@ import pandas as pd
 from madmax_lib import traces
 from madmax_lib.base import format_s
 from madmax_lib.timeline import Timeline, breakdown
-from madmax_lib.traces.waits.step_times import steady_state, step_note
 from madmax_lib.view.notebooks.page import paragraph
 from madmax_lib.view.report.marks import bars, cards, line, section, size_text, table
 from madmax_lib.view.words import percent, plural
@@ -44,7 +43,7 @@ def recording_summary(timeline: Timeline, recording: Timeline) -> str:
     missing = world_size - sum(map(len, timeline.meta.represents.values()))
     if missing > 0:
         ranks += f" ({missing} of {world_size} ranks have no trace here)"
-    steps_text = step_note(recording) or plural(len(recording.steps), "step")
+    steps_text = traces.step_note(recording) or plural(len(recording.steps), "step")
     device = timeline.meta.device or "no device named"
     summary = f"{ranks}, {steps_text}, {len(recording):,} spans, {device}."
     whole_s, steady_s = (
@@ -73,7 +72,7 @@ def overview(timeline: Timeline, detail: Timeline, peaks: pd.DataFrame) -> str:
     # NaN where nothing communicates
     hidden = 1 - sums_s["exposed_comm_s"] / (sums_s["comm_s"] or np.nan)
     numbers = {
-        "a step, median": (format_s, traces.steps(timeline)["wall_s"].median()),
+        "a step, median": (format_s, traces.step_s(timeline)),
         "computing": (percent, sums_s["compute_s"] / total_s),
         "of communication hidden": (percent, hidden),
         "MFU of the recorded shapes": (percent, median_mfu),
@@ -383,10 +382,7 @@ def comparison(timeline: Timeline, other_run: Timeline, labels: tuple[str, str])
     quantities = parts.drop("overlap").rename(columns=names)
     quantities.index = quantities.index.str.removesuffix("_s").str.replace("_", " ")
     quantities = quantities[[*names.values(), "ratio"]].reset_index()
-    here_s, there_s = (
-        traces.steps(steady_state(run)[0])["wall_s"].median()
-        for run in (timeline, other_run)
-    )
+    here_s, there_s = map(traces.step_s, (timeline, other_run))
     ratio = here_s / there_s
     # beyond twice, a percentage is hard to read
     longer = f"{ratio - 1:+.1%}" if ratio < 2 else f"{ratio:.3g} times as long"
