@@ -113,6 +113,14 @@ _CHOICES: dict[str, tuple[Callable, str]] = {
         ),
         "ends of {p.first_layers} and {p.last_layers} layers in {p.interleave} chunks",
     ),
+    "one-chunk": (
+        lambda p, c: (p.schedule == "zero-bubble") & (p.interleave == 1),
+        "zero-bubble with one chunk per stage",
+    ),
+    "zero-bubble-chunks": (
+        lambda p, c: (p.schedule == "zero-bubble") & (p.interleave > 1),
+        "zero-bubble with interleave={p.interleave}",
+    ),
     "rounded": (
         _is_not_counted_out,
         "pp x interleave = {p.pp} x {p.interleave} for so many layers",

@@ -12,6 +12,9 @@ _SCHEDULES = {
     "1f1b": ("1f1b", 1),
     "gpipe": ("gpipe", 1),
     "interleaved1f1b": ("1f1b", 2),
+    "interleavedzerobubble": ("zero-bubble", 2),
+    "zbvzerobubble": ("zbv", 2),
+    "dualpipev": ("dualpipev", 2),
 }
 _DEGREES = {"tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert"}
 _RESHARD = {"always": True, "never": False, "default": None}

@@ -265,18 +265,23 @@ def _torchtitan(plan, run):
 
 
 def _titan_stages(plan, layers):
-    kind = {"gpipe": "GPipe", "1f1b": "1F1B"}.get(plan.schedule)
-    if kind is None:
+    one_chunk = {"gpipe": "GPipe", "1f1b": "1F1B"}
+    several = {
+        "1f1b": "Interleaved1F1B",
+        "zero-bubble": "InterleavedZeroBubble",
+        "zbv": "ZBVZeroBubble",
+        "dualpipev": "DualPipeV",
+    }
+    kinds = several if plan.interleave > 1 else one_chunk
+    if plan.schedule not in kinds:
         raise ValueError(
-            f"torchtitan cannot state schedule={plan.schedule}: its own have two "
-            "chunks per stage"
+            f"torchtitan cannot state schedule={plan.schedule} with interleave="
+            f"{plan.interleave}: its zero-bubble schedules have two chunks per stage"
         )
     flags = {
         "pipeline_parallel_first_stage_less_layers": int(plan.embedding_as_layer),
         "pipeline_parallel_last_stage_less_layers": int(plan.head_as_layer),
-        "pipeline_parallel_schedule": "Interleaved1F1B"
-        if plan.interleave > 1
-        else kind,
+        "pipeline_parallel_schedule": kinds[plan.schedule],
     }
     if plan.interleave > 2:  # two chunks are its default
         if layers is None:

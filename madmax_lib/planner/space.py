@@ -25,6 +25,8 @@ from madmax_lib.plan.rule import FIELDS, Rule
 from madmax_lib.plan.rules import NEST
 
 _USUAL_CHUNKS = 4  # per stage, beyond which few trainings go
+# of schedules that do not come in any number of chunks, or are run with few
+_CHUNKS = {"gpipe": [1], "zero-bubble": [1, 2], "zbv": [2], "dualpipev": [2]}
 
 
 class _Schedule(NamedTuple):
@@ -113,7 +115,7 @@ class Space:
     micro_batch: tuple[int, ...] | None = None
     interleave: tuple[int, ...] | None = None
     usual_interleave: bool = False
-    schedule: tuple[str, ...] = ("1f1b", "gpipe", "zero-bubble")
+    schedule: tuple[str, ...] = ("1f1b", "gpipe", "zero-bubble", "zbv", "dualpipev")
     recompute: tuple[str, ...] = ("none", "selective", "full")
     sequence_parallel: tuple[bool, ...] = (True, False)
     context: tuple[str, ...] = ("ring", "ulysses")
@@ -292,10 +294,11 @@ def _schedules(space, layers, pp, micro_batches):
         counts = counts[: max(len(usual), 2)]
     schedules = space.schedule if micro_batches > 1 else space.schedule[:1]
     for schedule in schedules:
-        # GPipe and zero-bubble schedules are of one chunk per stage
-        allowed = _among(space.interleave, counts) if schedule == "1f1b" else [1]
-        for chunks in allowed:
-            yield from (_Schedule(schedule, chunks, *ends) for ends in cuts[chunks])
+        chosen = _CHUNKS.get(schedule, counts)
+        allowed = [chunks for chunks in chosen if chunks in cuts]
+        for chunks in _among(space.interleave, allowed):
+            found = (_Schedule(schedule, chunks, *ends) for ends in cuts[chunks])
+            yield from found
 
 
 @lru_cache(maxsize=4096)

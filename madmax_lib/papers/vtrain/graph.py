@@ -1,7 +1,7 @@
 """The operator graph of vTrain: when each piece of a step runs, and how long it takes.
 
 As released with [Bang et al., MICRO 2024] (behaviour recorded), issued to
-`simulator.events.engine` in the 1F1B order of `simulator.events.schedules`. A pipeline
+`simulator.events.engine` in the 1F1B order of `simulator.costs.schedules`. A pipeline
 stage is one rank that does one thing at a time: the layers of a micro-batch, their
 tensor-parallel all-reduces, then the message to the next stage, which blocks it. When
 the first stage has done its last backward pass each stage reduces its gradient, and
@@ -21,8 +21,8 @@ from madmax_lib.papers.vtrain.config import (
     send_s,
     tensor_s,
 )
+from madmax_lib.simulator.costs.schedules import dependency, in_order, order
 from madmax_lib.simulator.events.engine import Program, Stream, run, to_timeline
-from madmax_lib.simulator.events.schedules import dependency, in_order, order
 from madmax_lib.timeline import Meta, Timeline
 
 

@@ -36,8 +36,8 @@ from madmax_lib.planner.hetero.stage_plan import HeteroPlan
 from madmax_lib.planner.hetero.stages import Grid
 from madmax_lib.planner.hetero.sweep import OPEN, Sweeper
 from madmax_lib.planner.hetero.thresholds import Search
+from madmax_lib.simulator.costs.schedules import dependency, in_order, order
 from madmax_lib.simulator.events.engine import Program, Stream, to_timeline
-from madmax_lib.simulator.events.schedules import dependency, in_order, order
 from madmax_lib.timeline import Meta, Timeline
 
 _MOST_STAGES = 8  # in a repr

@@ -19,6 +19,7 @@ _CUT = (
     "last_layers",
     "embedding_as_layer",
     "head_as_layer",
+    "folds",
 )
 
 
@@ -85,4 +86,6 @@ def cuts_of(plans: Plans, layers: int | np.ndarray = 0) -> tuple[list, np.ndarra
 
 def plan_of_cut(cut: tuple) -> Plan:
     """Plan of a cut of `cuts_of`, all other fields at their defaults."""
-    return Plan(**dict(zip(_CUT, cut, strict=False)))
+    fields = dict(zip(_CUT, cut, strict=False))
+    schedule = "zbv" if fields.pop("folds") else "1f1b"
+    return Plan(**fields, schedule=schedule)

@@ -16,6 +16,7 @@ from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.rates.compute import Number
 from madmax_lib.simulator.steady.layer_costs import KindCost, LayerCosts
 from madmax_lib.simulator.steady.stages import Stages
+from madmax_lib.simulator.steady.walk import walked_bubble_s
 
 
 def bubble_s(steps: Steps, costs: LayerCosts, stages: Stages) -> Number:
@@ -34,7 +35,11 @@ def bubble_s(steps: Steps, costs: LayerCosts, stages: Stages) -> Number:
     several = plan.interleave > 1
     if np.any(several):
         bubble = np.where(several, _interleaved_bubble_s(steps, stages, bubble), bubble)
-    split = costs.prices.splits_backward > 0
+    walked = plan.defers_weights & (several | plan.folds)
+    if np.any(walked):
+        walked_s = walked_bubble_s(steps, costs, stages)
+        bubble = np.where(walked, walked_s, bubble)
+    split = (plan.schedule == "zero-bubble") & ~walked
     if not np.any(split):
         return bubble
     all_layers = steps.shape.layers
@@ -104,7 +109,7 @@ def short_batch_s(steps: Steps, usual: Stages, short: Stages) -> Number:
     waited_s = np.maximum(shorter_s - extra * usual.first_backward_s, 0.0)
     in_rounds_s = (1 - 1 / chunks) * waited_s
     added_s = np.where(chunks > 1, in_rounds_s, added_s)
-    return np.where(plan.schedule == "gpipe", 0.0, added_s)
+    return np.where((plan.schedule == "gpipe") | plan.folds, 0.0, added_s)
 
 
 def _least_pass_s(

@@ -187,15 +187,17 @@ def _exposed_reductions(stage: PassesOfStage, moved: _Gradients, prices: Prices)
     slower_s = np.where(fills, prices.contention_s(last_s, moved.reduce_s), 0.0)
     ready = np.minimum(moved.first_bucket_layers, in_chunk)
     begun_s = ready * stage.layer_s + stage.head_s
-    round_s = steps.round_size * backward_s
-    rest_s = _left_s(moved, last_s + slower_s, begun_s, round_s, chunks)
+    later_s = (1 - 1 / chunks) * steps.round_size * backward_s
+    split = prices.plan.defers_weights
+    if np.any(split):
+        later_s = np.where(prices.plan.folds, _turned_s(stage, prices), later_s)
+    rest_s = _left_s(moved, last_s + slower_s, begun_s, later_s, chunks)
     drain_s = _drain_s(stage, slower_s, prices)
-    split = prices.splits_backward > 0
     rest_s = rest_s + slower_s + np.where(split, 0.0, drain_s)
     launched_s = stage.launched_s
     begun_s = ready * launched_s / np.maximum(stage.layers, 1)
-    round_s = steps.round_size * launched_s
-    host_s = _left_s(moved, launched_s, begun_s, round_s, chunks)
+    later_s = (1 - 1 / chunks) * steps.round_size * launched_s
+    host_s = _left_s(moved, launched_s, begun_s, later_s, chunks)
     hides = prices.hides_reductions
     after_s = np.where(hides, rest_s, moved.serial_s)
     after_host_s = np.where(hides, host_s, moved.serial_s)
@@ -217,17 +219,30 @@ def _exposed_reductions(stage: PassesOfStage, moved: _Gradients, prices: Prices)
     return ExposedGradients(each * during_s, after_s, after_host_s)
 
 
+def _turned_s(stage: PassesOfStage, prices: Prices):
+    """Seconds from the last pass of a V's second chunk to that of its first, on the
+    stage that has the fewest, as long as it ends before the others.
+
+    Of B and W of a chunk (dgrad, wgrad): in the orders of torch the other stages end
+    2 W - B after each other, at most W; those of DualPipeV B - W before.
+    """
+    plan = prices.plan
+    wgrad_s = stage.last_backward_s / plan.interleave
+    dgrad_s = stage.backward_s / plan.interleave - wgrad_s
+    zbv_s = (plan.pp - 2) * np.clip(2 * wgrad_s - dgrad_s, 0.0, wgrad_s)
+    dual_s = (plan.pp - 1) * np.maximum(dgrad_s - wgrad_s, 0.0)
+    return np.where(plan.schedule == "zbv", zbv_s, dual_s)
+
+
 def _left_s(
-    moved: _Gradients, pass_s: Number, begun_s: Number, round_s: Number, chunks: Number
+    moved: _Gradients, pass_s: Number, begun_s: Number, later_s: Number, chunks: Number
 ):
     """Reductions left when the last backward pass ends, whose first bucket is full
     after begun_s.
 
-    round_s: passes of as many micro-batches as go through a chunk in a row.
+    later_s: passes between the last ones of a stage's chunks.
     """
-    chunks = chunks
     room_s = np.maximum(pass_s / chunks - begun_s, 0.0)
-    later_s = (chunks - 1) * round_s / chunks  # passes between those of its chunks
     last_chunk_s = moved.reduce_s / chunks - room_s
     all_chunks_s = moved.reduce_s - room_s - later_s
     return np.maximum(np.maximum(last_chunk_s, all_chunks_s), moved.last_bucket_s)
