@@ -97,8 +97,9 @@ class Plan(Plans):
     interleave, hsN shard, pfN prefetch, capN capacity, firstN and lastN layers, loraN
     rank, bucketN bytes, one-bucket; selective or full recompute; sp, nosp; gpipe, zb,
     zbv, dualpipev; ulysses; unfused; qwz, hpz, qgz, zpp; overlap-gather,
-    reduce-fp32; embedding-layer, head-layer; overlap-tp, overlap-ep, overlap-dp, no-overlap-tp, no-overlap-ep,
-    no-overlap-dp; offload-optimizer, offload-all, offload-chunks, offload-nvme.
+    reduce-fp32; embedding-layer, head-layer; overlap-tp, overlap-ep, overlap-dp,
+    no-overlap-tp, no-overlap-ep, no-overlap-dp; offload-optimizer, offload-all,
+    offload-chunks, offload-nvme.
 
     Raises ValueError naming the field, its value and the rule (`rules.ALONE`).
     See also: mm.search, mm.estimate, mm.RunSpec.

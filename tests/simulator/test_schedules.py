@@ -8,17 +8,11 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from support import passes_held, refused
 
-from madmax_lib.simulator.costs.schedules import dependency, in_order, order
+from madmax_lib.simulator.costs import schedules
+from madmax_lib.simulator.costs.schedules import order, turns
 from madmax_lib.simulator.events.engine import Program, run
 
 FOLDED = ("zbv", "dualpipev")
-
-
-def issued(schedule, pp, micro_batches, chunks=1):
-    """(stage, slot) of a step in the order of issue."""
-    stages = range(pp)
-    orders = [order(schedule, stage, pp, micro_batches, chunks) for stage in stages]
-    return list(in_order(orders, chunks, schedule in FOLDED))
 
 
 def step_s(schedule, pp, micro_batches, chunks=1, backward=2.0, weight=1.0):
@@ -27,13 +21,11 @@ def step_s(schedule, pp, micro_batches, chunks=1, backward=2.0, weight=1.0):
     """
     seconds = {"forward": 1.0, "backward": backward, "weight": weight}
     program, numbers = Program(), {}
-    slots = issued(schedule, pp, micro_batches, chunks)
-    for stage, slot in slots:
-        needed = dependency(slot, stage, pp, chunks, schedule in FOLDED)
-        after = [numbers[needed]] if needed else []
+    for stage, slot, awaits, whole in turns(schedule, pp, micro_batches, chunks):
+        after = [numbers[awaits]] if awaits else []
         duration_s = seconds[slot[0]]
         if schedule == "dualpipev" and slot[0] == "backward":
-            duration_s += weight * ((stage, ("weight", *slot[1:])) not in slots)
+            duration_s += whole * weight
         op = program.op(0, "compute", slot[0], duration_s / chunks, after, rank=stage)
         numbers[stage, slot] = op
     return max(run(program)[1])
@@ -94,7 +86,7 @@ TORCH = {
 )
 def test_orders_are_those_of_torch(schedule, v, pp):
     """Its passes I, B and W of stages numbered along the V, empty slots left out."""
-    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    torch = pytest.importorskip("torch.distributed.pipelining.schedules")
     words = {"F": "forward", "I": "backward", "B": "backward", "W": "weight"}
     for m in (1, 3, 4, 8, 16, 17, 24):
         rounds = max(m // pp, 1)
@@ -103,7 +95,7 @@ def test_orders_are_those_of_torch(schedule, v, pp):
         sizes = {"num_stages": v * pp, "n_local_stages": v, "number_of_rounds": rounds}
         sizes |= {"pp_group_size": pp, "microbatches_per_round": m // rounds}
         its = SimpleNamespace(_n_microbatches=m, **sizes)
-        kind = getattr(schedules, TORCH[schedule])
+        kind = getattr(torch, TORCH[schedule])
         for stage in range(pp):
             actions = kind._calculate_single_rank_operations(its, stage)
             actions = filter(None, actions)
@@ -127,7 +119,7 @@ def test_every_pass_runs_once_and_nothing_waits_for_ever(schedule, pp, m, chunks
     if schedule in FOLDED:
         chunks = 2
         m = max(m, 2 * pp * (schedule == "dualpipev"))
-    slots = issued(schedule, pp, m, chunks)
+    slots = [turn[:2] for turn in turns(schedule, pp, m, chunks)]
     assert len(slots) == len(set(slots))
     for direction in PASSES[: 2 + (schedule in ("zero-bubble", "zbv"))]:
         count = sum(slot[0] == direction for _, slot in slots)
@@ -153,7 +145,9 @@ def test_gpipe_refuses_chunks():
         order("gpipe", 0, 4, 8, 2)
 
 
-def test_orders_that_cannot_run_are_refused():
+def test_orders_that_cannot_run_are_refused(monkeypatch):
     passes = [("backward", 0, 0), ("forward", 0, 0)]
-    with refused("stage 0 before & 'backward', 0, 0"):
-        list(in_order([passes, passes[::-1]]))
+    orders = [passes, passes[::-1]]
+    monkeypatch.setattr(schedules, "order", lambda _, stage, *sizes: orders[stage])
+    with refused("stages of 1f1b wait for each other"):
+        schedules.turns.__wrapped__("1f1b", 2, 1)

@@ -21,7 +21,7 @@ from madmax_lib.papers.vtrain.config import (
     send_s,
     tensor_s,
 )
-from madmax_lib.simulator.costs.schedules import dependency, in_order, order
+from madmax_lib.simulator.costs.schedules import turns
 from madmax_lib.simulator.events.engine import Program, Stream, run, to_timeline
 from madmax_lib.timeline import Meta, Timeline
 
@@ -118,10 +118,8 @@ class _Step:
         pp = self.shape.pp
         m = self.shape.micro_batches
         # min(p-1-r, m) warm-up forwards on stage r, then one forward, one backward
-        orders = [order("1f1b", stage, pp, m) for stage in range(pp)]
         done = {}
-        for stage, slot in in_order(orders):
-            message = dependency(slot, stage, pp, 1)
+        for stage, slot, message, _ in turns("1f1b", pp, m):
             after = (done[message],) if message else ()
             self._pass(stage, slot, after)
             done[stage, slot] = self._last[stage]

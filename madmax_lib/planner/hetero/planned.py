@@ -36,7 +36,7 @@ from madmax_lib.planner.hetero.stage_plan import HeteroPlan
 from madmax_lib.planner.hetero.stages import Grid
 from madmax_lib.planner.hetero.sweep import OPEN, Sweeper
 from madmax_lib.planner.hetero.thresholds import Search
-from madmax_lib.simulator.costs.schedules import dependency, in_order, order
+from madmax_lib.simulator.costs.schedules import turns
 from madmax_lib.simulator.events.engine import Program, Stream, to_timeline
 from madmax_lib.timeline import Meta, Timeline
 
@@ -289,8 +289,7 @@ def _add_passes(program, planned):
     sends_s = costs.sends_s()
     sends = {}  # numbers of messages by (stage, slot) of their sender
     last = [0] * pp
-    orders = [order("1f1b", stage, pp, planned.plan.batches) for stage in range(pp)]
-    for number, slot in in_order(orders):
+    for number, slot, message, _ in turns("1f1b", pp, planned.plan.batches):
         direction, _, batch = slot
         forward = direction == "forward"
         rank = stages[number].start
@@ -298,7 +297,6 @@ def _add_passes(program, planned):
             load = ("other", "batch generator", generator_s)
             program.op(Stream.COMPUTE, *load, rank=rank)
         pass_s = times_s[number] * (_FORWARD if forward else 1 - _FORWARD)
-        message = dependency(slot, number, pp, 1)
         after = [sends[message]] if message else []
         work = ("compute", f"{direction} {batch}", pass_s, after)
         last[number] = program.op(Stream.COMPUTE, *work, rank=rank)

@@ -11,12 +11,13 @@ ones run back from the last stage to the first: the orders of torch.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from functools import lru_cache
 from itertools import pairwise
+from typing import NamedTuple
 
 from madmax_lib.plan.layers import stage_of_chunk
 
-_BEFORE = {"backward": "forward", "weight": "backward"}
 _DIRECTIONS = {"f": "forward", "b": "backward", "w": "weight"}
 Slot = tuple[str, int, int]  # (forward, backward or weight, chunk, micro-batch)
 
@@ -118,11 +119,58 @@ def _numbered(words: Iterable[str], micro_batches: int):
             yield _DIRECTIONS[direction], int(chunk), number
 
 
-def dependency(
-    slot: Slot, stage: int, pp: int, chunks: int, folds: bool = False
-) -> tuple[int, Slot] | None:
-    """(stage, slot) whose message a slot waits for: the virtual stage before it, or
-    after it on the way back. folds: as in `plan.layers.stage_of_chunk`.
+class Turn(NamedTuple):
+    """A slot of a stage."""
+
+    stage: int
+    slot: Slot
+    awaits: tuple[int, Slot] | None  # the stage and slot whose message it waits for
+    whole: bool  # a backward pass that computes gradients of weights, too
+
+
+@lru_cache(maxsize=64)
+def turns(
+    schedule: str, pp: int, micro_batches: int, chunks: int = 1
+) -> tuple[Turn, ...]:
+    """Slots of all stages such that everything comes after what it waits for; each
+    stage keeps its own order.
+
+    Raises ValueError if the stages wait for each other.
+
+    >>> [turn.stage for turn in turns("1f1b", 2, 1)]
+    [0, 1, 1, 0]
+    """
+    folds = schedule in _FOLDED
+    stages = range(pp)
+    orders = [order(schedule, stage, pp, micro_batches, chunks) for stage in stages]
+    apart = {
+        (stage, *which)
+        for stage in stages
+        for direction, *which in orders[stage]
+        if direction == "weight"
+    }
+    result = []
+    done = {None}
+    at = [0] * pp  # what each stage comes to next
+    while len(result) < sum(map(len, orders)):
+        before = len(result)
+        for stage, slots in enumerate(orders):
+            for slot in slots[at[stage] :]:
+                awaits = _awaited(slot, stage, pp, chunks, folds)
+                if awaits not in done:
+                    break
+                done.add((stage, slot))
+                at[stage] += 1
+                whole = (stage, *slot[1:]) not in apart
+                result.append(Turn(stage, slot, awaits, whole))
+        if len(result) == before:
+            raise ValueError(f"pipeline stages of {schedule} wait for each other")
+    return tuple(result)
+
+
+def _awaited(slot, stage, pp, chunks, folds):
+    """Stage and slot whose message a slot waits for: the virtual stage before it, or
+    after it on the way back.
     """
     direction, chunk, m = slot
     virtual = chunk * pp + stage_of_chunk(chunk, stage, pp, folds)
@@ -131,37 +179,3 @@ def dependency(
         return None
     chunk, place = divmod(virtual, pp)
     return stage_of_chunk(chunk, place, pp, folds), (direction, chunk, m)
-
-
-def in_order(
-    orders: list[list[Slot]], chunks: int = 1, folds: bool = False
-) -> Iterator[tuple[int, Slot]]:
-    """(stage, slot) of all stages such that everything comes after what it waits for;
-    each stage keeps its own order. folds: as in `dependency`.
-
-    Raises ValueError if the stages wait for each other.
-    """
-    # at: what each stage comes to next
-    pp = len(orders)
-    done = set()
-    at = [0] * len(orders)
-    while any(at[stage] < len(orders[stage]) for stage in range(pp)):
-        before = len(done)
-        for stage, slots in enumerate(orders):
-            while at[stage] < len(slots):
-                slot = slots[at[stage]]
-                needed = {dependency(slot, stage, pp, chunks, folds)} - {None}
-                # the same stage's pass over the same micro-batch that comes before
-                if slot[0] in _BEFORE:
-                    needed.add((stage, (_BEFORE[slot[0]], *slot[1:])))
-                if not needed <= done:
-                    break
-                done.add((stage, slot))
-                at[stage] += 1
-                yield stage, slot
-        if len(done) == before:
-            stage = next(s for s in range(pp) if at[s] < len(orders[s]))
-            raise ValueError(
-                f"pipeline stages wait for each other, stage {stage} before "
-                f"{orders[stage][at[stage]]}"
-            )

@@ -9,7 +9,7 @@ from functools import cache
 
 from madmax_lib.plan import Case
 from madmax_lib.plan.layers import stage_of_chunk
-from madmax_lib.simulator.costs.schedules import dependency, in_order, order
+from madmax_lib.simulator.costs.schedules import turns
 from madmax_lib.simulator.events.engine import Program, Stream
 from madmax_lib.simulator.events.pass_builder import PassBuilder, units_of
 from madmax_lib.simulator.events.passes import (
@@ -51,23 +51,17 @@ class StepBuilder:
     def build(self, micro_batches: int) -> Program:
         """All stages and micro-batches, gradients, optimizer."""
         plan = self.plan
-        chunks = plan.interleave
         program = Program()
-        orders = [
-            order(plan.schedule, stage, plan.pp, micro_batches, chunks)
-            for stage in range(plan.pp)
-        ]
-        slots = [set(order) for order in orders]
         sent = {}
         latest = {}  # last op on the compute stream of each stage
         ends = [[] for _ in range(plan.pp)]  # what optimizers await
-        for stage, slot in in_order(orders, chunks, plan.folds):
+        steps = turns(plan.schedule, plan.pp, micro_batches, plan.interleave)
+        for stage, slot, awaits, whole in steps:
             direction, chunk, number = slot
             first = number == 0 and plan.overlap_gather
             last = number == micro_batches - 1
-            whole = ("weight", chunk, number) not in slots[stage]
             pass_ = self._pass(stage, direction, chunk, first, last, whole)
-            message = sent.get(dependency(slot, stage, plan.pp, chunks, plan.folds))
+            message = sent.get(awaits)
             if isinstance(message, Message):
                 crossing = crosses(slot, stage, plan, micro_batches)
                 message = message.received(program, latest.get(stage), crossing)
