@@ -52,16 +52,16 @@ def chunk_layers(layers: int, plan: Plan) -> list[list[range]]:
     ]
 
 
-def stage_of_chunk(chunk: int, place: int, pp: int, folds: bool) -> int:
-    """Stage at a place among the chunks of that number, or the place of a stage.
+def stage_of_chunk(chunk: int, position: int, pp: int, folds: bool) -> int:
+    """Stage at a position among the chunks of that number, or the position of a stage.
 
     folds: the second chunks run back from the last stage to the first, as a V [arXiv
     2401.10241, section 6].
 
-    >>> [stage_of_chunk(1, place, 4, True) for place in range(4)]
+    >>> [stage_of_chunk(1, stage, 4, True) for stage in range(4)]
     [3, 2, 1, 0]
     """
-    return pp - 1 - place if folds and chunk else place
+    return pp - 1 - position if folds and chunk else position
 
 
 def _uneven(layers, plan):

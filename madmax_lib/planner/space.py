@@ -297,8 +297,7 @@ def _schedules(space, layers, pp, micro_batches):
         chosen = _CHUNKS.get(schedule, counts)
         allowed = [chunks for chunks in chosen if chunks in cuts]
         for chunks in _among(space.interleave, allowed):
-            found = (_Schedule(schedule, chunks, *ends) for ends in cuts[chunks])
-            yield from found
+            yield from (_Schedule(schedule, chunks, *ends) for ends in cuts[chunks])
 
 
 @lru_cache(maxsize=4096)

@@ -125,7 +125,7 @@ class Turn(NamedTuple):
     stage: int
     slot: Slot
     awaits: tuple[int, Slot] | None  # the stage and slot whose message it waits for
-    whole: bool  # a backward pass that computes gradients of weights, too
+    with_weights: bool  # a backward pass that computes gradients of weights, too
 
 
 @lru_cache(maxsize=64)
@@ -143,7 +143,7 @@ def turns(
     folds = schedule in _FOLDED
     stages = range(pp)
     orders = [order(schedule, stage, pp, micro_batches, chunks) for stage in stages]
-    apart = {
+    split = {
         (stage, *which)
         for stage in stages
         for direction, *which in orders[stage]
@@ -161,8 +161,10 @@ def turns(
                     break
                 done.add((stage, slot))
                 at[stage] += 1
-                whole = (stage, *slot[1:]) not in apart
-                result.append(Turn(stage, slot, awaits, whole))
+                direction, *which = slot
+                is_split = (stage, *which) in split
+                with_weights = direction == "backward" and not is_split
+                result.append(Turn(stage, slot, awaits, with_weights))
         if len(result) == before:
             raise ValueError(f"pipeline stages of {schedule} wait for each other")
     return tuple(result)
@@ -177,5 +179,5 @@ def _awaited(slot, stage, pp, chunks, folds):
     virtual += 1 if direction == "backward" else -1
     if direction == "weight" or not 0 <= virtual < pp * chunks:
         return None
-    chunk, place = divmod(virtual, pp)
-    return stage_of_chunk(chunk, place, pp, folds), (direction, chunk, m)
+    chunk, position = divmod(virtual, pp)
+    return stage_of_chunk(chunk, position, pp, folds), (direction, chunk, m)

@@ -1,4 +1,4 @@
-"""Program of a whole step: passes of all stages and micro-batches, gradients, optimizer.
+"""Program of a with_weights step: passes of all stages and micro-batches, gradients, optimizer.
 
 One rank per pipeline stage with in-order streams. Every pass of a chunk issues the same
 ops, so each kind of pass is laid out once (`pass_builder`) and then issued for its
@@ -56,11 +56,11 @@ class StepBuilder:
         latest = {}  # last op on the compute stream of each stage
         ends = [[] for _ in range(plan.pp)]  # what optimizers await
         steps = turns(plan.schedule, plan.pp, micro_batches, plan.interleave)
-        for stage, slot, awaits, whole in steps:
+        for stage, slot, awaits, with_weights in steps:
             direction, chunk, number = slot
             first = number == 0 and plan.overlap_gather
             last = number == micro_batches - 1
-            pass_ = self._pass(stage, direction, chunk, first, last, whole)
+            pass_ = self._pass(stage, direction, chunk, first, last, with_weights)
             message = sent.get(awaits)
             if isinstance(message, Message):
                 crossing = crosses(slot, stage, plan, micro_batches)
@@ -84,14 +84,14 @@ class StepBuilder:
             self._optimizer(program, stage, ends[stage])
         return program
 
-    def _lay_out(self, stage, direction, chunk, first, last, whole):
+    def _lay_out(self, stage, direction, chunk, first, last, with_weights):
         """Ops of a pass. first: it gathers all parameters ahead; last: it is of the
-        last micro-batch; whole: a backward pass computes gradients of weights, too.
+        last micro-batch; with_weights: a backward pass computes gradients of weights, too.
         """
         builder = self._last if last else self._usual
         blocks = builder.batch.chunks[stage][chunk]
         pass_ = builder.new_pass(blocks, direction, last)
-        pass_.whole = whole
+        pass_.with_weights = with_weights
         pp = self.plan.pp
         virtual = chunk * pp + stage_of_chunk(chunk, stage, pp, self.plan.folds)
         if direction == "weight":

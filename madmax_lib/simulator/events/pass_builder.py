@@ -99,7 +99,7 @@ class PassBuilder:
                 if not block.table:
                     after = [*previous, *gathered(block, previous)]
                 previous = self._layer_block(unit, pass_, block, "backward", after)
-                if pass_.whole:
+                if pass_.with_weights:
                     reduce(
                         block,
                         pass_.last,
@@ -141,7 +141,7 @@ class PassBuilder:
         block beside the one before.
         """
         prices = self.prices
-        seconds = self._computed_s(layer, phase, pass_.whole)[layer.index(block)]
+        seconds = self._computed_s(layer, phase, pass_.with_weights)[layer.index(block)]
         stop_s = float(prices.stop_s(layer))
         if not stop_s:
             return self._work(pass_, block, phase, after, seconds)
@@ -157,11 +157,11 @@ class PassBuilder:
         pass_.launches.append(pass_.op(Stream.LAUNCH, "cpu", name, launch_s, ()))
         return done
 
-    def _computed_s(self, layer, phase, whole):
+    def _computed_s(self, layer, phase, with_weights):
         """Seconds that each block of a layer computes in a phase, some of it beside
         exchanges of other blocks.
         """
-        with_weights = phase == "backward" and whole
+        with_weights = phase == "backward" and with_weights
         seconds = [
             times[phase] + with_weights * times["weight"]
             for times in map(self._block_s, layer)
@@ -315,7 +315,7 @@ class PassBuilder:
             traffic.backward_s + (1 - split) * reduce_s,
             split * reduce_s,
         )
-        # contention lasts for the whole pass, its seconds are spread over compute
+        # contention lasts for the with_weights pass, its seconds are spread over compute
         causes = (*CAUSES, "launch_s") if self.on_host else CAUSES
         forward_s, backward_s = time.passes_s
         weight_s = split * time.weight_s

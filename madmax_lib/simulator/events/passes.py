@@ -43,8 +43,8 @@ class Pass:
     sends: op that sends the result on, -1 if none does; message: what is sent once its
     receiver is there. ends: ops that the optimizer waits for. launches: what the host
     issued. gathers, restores: what each gather of parameters, and each return of a
-    checkpoint, waited for so far. whole: a backward pass computes gradients of weights,
-    too.
+    checkpoint, waited for so far. with_weights: a backward pass computes gradients of
+    weights, too.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Pass:
         self.gathers: list[list[int]] = []
         self.restores: list[list[int]] = []
         self.launches: list[int] = []
-        self.whole = True
+        self.with_weights = False
 
     def op(
         self,

@@ -22,7 +22,7 @@ from madmax_lib.simulator.rates.compute import Number
 from madmax_lib.simulator.steady.layer_costs import LayerCosts
 from madmax_lib.simulator.steady.stages import Stages
 
-_PASSES = ("forward", "backward", "weight")
+_PASSES = ("forward", "backward", "weight", "both")  # the last: both gradients
 _ROUNDS = 3  # of pp micro-batches; what follows repeats the last one
 
 
@@ -51,6 +51,7 @@ def walked_bubble_s(steps: Steps, costs: LayerCosts, stages: Stages) -> Number:
     for (name, number, many), rows in groups.groupby([0, 1, 2]).indices.items():
         if name:
             one = replace(plan_of_cut(cuts[number]), schedule=name)
+            # (11, plans of the product), of which those in this order
             parts = seconds.reshape(len(seconds), -1)[:, rows]
             layers = int(cuts[number][-1])
             bubble_s.flat[rows] = _bubble_s(one, layers, int(many), parts)
@@ -61,27 +62,28 @@ def _bubble_s(plan, layers, count, seconds):
     """Bubble of one order. seconds: (11, plans), of the forward pass, dgrad and wgrad of
     a layer, the embedding and the head, and those beside.
     """
-    layer, embedding, head = seconds[:9].reshape(3, 3, -1)
+    # (forward, dgrad, wgrad) of each as (3, plans), to which both gradients are added
+    parts = seconds[:9].reshape(3, 3, -1)
+    parts = np.append(parts, parts[:, 1:2] + parts[:, 2:], axis=1)
+    layer, embedding, head = parts
     hidden_s, exposed_s = seconds[9:]
     sizes = [[len(chunk) for chunk in stage] for stage in chunk_layers(layers, plan)]
-    # (stages, chunks, passes, plans)
+    # (stages, chunks, passes, plans): layers of a chunk times seconds of a layer
     work = np.multiply.outer(np.array(sizes), layer)
     work[0, 0] += embedding
     work[plan.head_stage, -1] += head
     ends = {}
     free_s = [0.0] * plan.pp
-    for stage, slot, awaits, whole in turns(
-        plan.schedule, plan.pp, count, plan.interleave
-    ):
+    steps = turns(plan.schedule, plan.pp, count, plan.interleave)
+    for stage, slot, awaits, with_weights in steps:
         direction, chunk, _ = slot
-        first = _PASSES.index(direction)
-        parts = slice(first, 3 if whole and first else first + 1)
-        work_s = work[stage, chunk, parts].sum(axis=0)
+        number = _PASSES.index("both" if with_weights else direction)
+        work_s = work[stage, chunk, number]
         if direction != "weight":
             begun_s = np.maximum(free_s[stage] + hidden_s, ends.get(awaits, 0.0))
             free_s[stage] = begun_s + exposed_s - hidden_s
         free_s[stage] = free_s[stage] + work_s
         ends[stage, slot] = free_s[stage]
     beside_s = 2 * plan.interleave * exposed_s
-    busy_s = work.sum(axis=(1, 2)).max(axis=0) + beside_s
+    busy_s = work[:, :, :3].sum(axis=(1, 2)).max(axis=0) + beside_s
     return np.max(free_s, axis=0) - count * busy_s
