@@ -19,7 +19,7 @@ _CUT = (
     "last_layers",
     "embedding_as_layer",
     "head_as_layer",
-    "folds",
+    "schedule",
 )
 
 
@@ -64,17 +64,18 @@ def kinds_of_chunks(
     )
 
 
-def cuts_of(plans: Plans, layers: int | np.ndarray = 0) -> tuple[list, np.ndarray]:
-    """Cuts that plans, and numbers of layers, make: the values of each once, for
-    `plan_of_cut` and the layers last, and the index of the cut of each plan.
+def cuts_of(plans: Plans, *counts: int | np.ndarray) -> tuple[list, np.ndarray]:
+    """Cuts that plans, and counts such as that of layers, make: the values of each once,
+    for `plan_of_cut` and the counts last, and the index of the cut of each plan.
     """
-    columns = [*(getattr(plans, name) for name in _CUT), layers]
+    columns = [*(getattr(plans, name) for name in _CUT), *counts]
     shape = np.broadcast_shapes(*map(np.shape, columns))
     # the columns as digits of one number for each plan
     code = np.zeros(shape, np.int64)
     for column in columns:
         if np.ndim(column):
-            code = code * (int(column.max()) + 1) + column
+            digits, values = pd.factorize(np.ravel(column))
+            code = code * len(values) + digits.reshape(np.shape(column))
     index, values = pd.factorize(code.ravel())
     rows = np.empty(len(values), int)
     rows[index] = np.arange(len(index))
@@ -86,6 +87,4 @@ def cuts_of(plans: Plans, layers: int | np.ndarray = 0) -> tuple[list, np.ndarra
 
 def plan_of_cut(cut: tuple) -> Plan:
     """Plan of a cut of `cuts_of`, all other fields at their defaults."""
-    fields = dict(zip(_CUT, cut, strict=False))
-    schedule = "zbv" if fields.pop("folds") else "1f1b"
-    return Plan(**fields, schedule=schedule)
+    return Plan(**dict(zip(_CUT, cut, strict=False)))

@@ -190,7 +190,13 @@ def _exposed_reductions(stage: PassesOfStage, moved: _Gradients, prices: Prices)
     later_s = (1 - 1 / chunks) * steps.round_size * backward_s
     split = prices.plan.defers_weights
     if np.any(split):
-        later_s = np.where(prices.plan.folds, _turned_s(stage, prices), later_s)
+        # stages of ZB-V end 2 W - B after each other, with B and W of a chunk (dgrad,
+        # wgrad), at most W, so that the second has least time for its other chunk
+        wgrad_s = last_s / chunks
+        apart_s = np.clip(3 * wgrad_s - backward_s / chunks, 0.0, wgrad_s)
+        is_zbv = prices.plan.schedule == "zbv"
+        turn_s = is_zbv * (prices.plan.pp - 2) * apart_s
+        later_s = np.where(prices.plan.folds, turn_s, later_s)
     rest_s = _left_s(moved, last_s + slower_s, begun_s, later_s, chunks)
     drain_s = _drain_s(stage, slower_s, prices)
     rest_s = rest_s + slower_s + np.where(split, 0.0, drain_s)
@@ -217,21 +223,6 @@ def _exposed_reductions(stage: PassesOfStage, moved: _Gradients, prices: Prices)
     count = steps.micro_batches
     during_s = np.maximum(count - 2, 0) * between_s + (count > 1) * before_last_s
     return ExposedGradients(each * during_s, after_s, after_host_s)
-
-
-def _turned_s(stage: PassesOfStage, prices: Prices):
-    """Seconds from the last pass of a V's second chunk to that of its first, on the
-    stage that has the fewest, as long as it ends before the others.
-
-    Of B and W of a chunk (dgrad, wgrad): in the orders of torch the other stages end
-    2 W - B after each other, at most W; those of DualPipeV B - W before.
-    """
-    plan = prices.plan
-    wgrad_s = stage.last_backward_s / plan.interleave
-    dgrad_s = stage.backward_s / plan.interleave - wgrad_s
-    zbv_s = (plan.pp - 2) * np.clip(2 * wgrad_s - dgrad_s, 0.0, wgrad_s)
-    dual_s = (plan.pp - 1) * np.maximum(dgrad_s - wgrad_s, 0.0)
-    return np.where(plan.schedule == "zbv", zbv_s, dual_s)
 
 
 def _left_s(

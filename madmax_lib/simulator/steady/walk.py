@@ -9,10 +9,7 @@ With F, B and W of a stage (forward, dgrad, wgrad) and equal stages that of ZB-H
 the ends of the pipeline.
 """
 
-from dataclasses import replace
-
 import numpy as np
-import pandas as pd
 
 from madmax_lib.plan.layers import chunk_layers
 from madmax_lib.simulator.costs.inputs import Steps
@@ -31,7 +28,6 @@ def walked_bubble_s(steps: Steps, costs: LayerCosts, stages: Stages) -> Number:
     weights; 0 for others.
     """
     plan = steps.plan
-    cuts, cut = cuts_of(plan, steps.shape.layers)
     repeats = np.maximum(steps.micro_batches // plan.pp - _ROUNDS + 1, 0)
     count = steps.micro_batches - repeats * plan.pp
     passes = stages.passes
@@ -43,22 +39,20 @@ def walked_bubble_s(steps: Steps, costs: LayerCosts, stages: Stages) -> Number:
     # of a pass of a chunk, for which no other stage waits, and beside its layers
     shares_s = (stages.overlapped_by_peers_s, stages.between_passes_s)
     seconds += [share_s / (2 * plan.interleave) for share_s in shares_s]
-    schedule = np.where(plan.defers_weights, plan.schedule, "")
-    columns = np.broadcast_arrays(schedule, cut, count, *seconds)
-    bubble_s = np.zeros(columns[0].shape)
-    keys, seconds = columns[:3], np.array(columns[3:])
-    groups = pd.DataFrame({i: key.ravel() for i, key in enumerate(keys)})
-    for (name, number, many), rows in groups.groupby([0, 1, 2]).indices.items():
-        if name:
-            one = replace(plan_of_cut(cuts[number]), schedule=name)
-            # (11, plans of the product), of which those in this order
-            parts = seconds.reshape(len(seconds), -1)[:, rows]
-            layers = int(cuts[number][-1])
-            bubble_s.flat[rows] = _bubble_s(one, layers, int(many), parts)
+    cuts, index = cuts_of(plan, count, steps.shape.layers)
+    index, *seconds = np.broadcast_arrays(index, *seconds)
+    bubble_s = np.zeros(index.shape)
+    for number, cut in enumerate(cuts):
+        one = plan_of_cut(cut)
+        if one.defers_weights:
+            rows = index == number
+            sizes = map(int, cut[-2:])
+            of_rows = np.array([part[rows] for part in seconds])
+            bubble_s[rows] = _bubble_s(one, *sizes, of_rows)
     return bubble_s
 
 
-def _bubble_s(plan, layers, count, seconds):
+def _bubble_s(plan, count, layers, seconds):
     """Bubble of one order. seconds: (11, plans), of the forward pass, dgrad and wgrad of
     a layer, the embedding and the head, and those beside.
     """
