@@ -275,8 +275,7 @@ def _titan_stages(plan, layers):
     kinds = several if plan.interleave > 1 else one_chunk
     if plan.schedule not in kinds:
         raise ValueError(
-            f"torchtitan cannot state schedule={plan.schedule} with interleave="
-            f"{plan.interleave}: its zero-bubble schedules have two chunks per stage"
+            f"torchtitan cannot state schedule={plan.schedule}: it has two chunks per stage"
         )
     flags = {
         "pipeline_parallel_first_stage_less_layers": int(plan.embedding_as_layer),

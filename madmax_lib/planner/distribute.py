@@ -12,7 +12,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-import pandas as pd
+import numpy as np
 
 from madmax_lib.base.atomic import replacing
 from madmax_lib.base.executors import as_they_end
@@ -27,9 +27,7 @@ from madmax_lib.planner.evaluate import (
 from madmax_lib.planner.space import Degrees
 
 _PARTS = 64  # enough to keep a cluster busy, few enough to merge in no time
-# fields of a PartialResult: tables, stored as rows, and counts, as attributes of a file
-_TABLES = ("table", "front", "layouts")
-_COUNTS = ("unlaunched", "evaluated", "feasible", "least_bytes")
+_TABLES = ("table", "front", "layouts")  # of a PartialResult
 
 
 def run_parts(
@@ -84,44 +82,31 @@ def _folder(directory, problem, degrees):
         raise ValueError(
             f"{folder} holds parts of another search; give an empty directory"
         )
-    case = problem.case
-    facts = {
-        "sha256": digest,
-        # for people; the digest alone decides
-        "model": case.model.name,
-        "cluster": case.cluster.name,
-        "global_batch": case.global_batch,
-    }
+    # the model is for people; the digest alone decides
+    facts = {"sha256": digest, "model": problem.case.model.name}
     with replacing(note) as temporary:
         temporary.write_text(json.dumps(facts) + "\n")
     return folder
 
 
 def _save(folder, number, part):
-    """Write a part: its tables below each other, each row with the name of its own."""
+    """Write a part, its columns as lists."""
     if folder is None:
         return
-    tables = [
-        pd.DataFrame(getattr(part, name)).assign(kept_as=name) for name in _TABLES
-    ]
-    table = pd.concat(tables, ignore_index=True)
-    table.attrs = {name: getattr(part, name) for name in _COUNTS}
-    with replacing(folder / f"part-{number:02d}.parquet") as temporary:
-        table.to_parquet(temporary)
+    with replacing(folder / f"part-{number:02d}.json") as temporary:
+        temporary.write_text(json.dumps(vars(part), default=lambda of: of.tolist()))
 
 
 def _load(folder, number):
     """The stored result of a part; None if there is none, or none that can be read."""
-    path = folder / f"part-{number:02d}.parquet" if folder else None
+    path = folder / f"part-{number:02d}.json" if folder else None
     if path is None or not path.exists():
         return None
     try:
-        table = pd.read_parquet(path)
-        counts = {name: table.attrs[name] for name in _COUNTS}
+        content = json.loads(path.read_text())
+        for name in _TABLES:
+            columns = content[name].items()
+            content[name] = {column: np.array(of) for column, of in columns}
+        return PartialResult(**content)
     except (OSError, ValueError, KeyError):  # torn, or of another version: done again
         return None
-    tables = {}
-    for name in _TABLES:
-        rows = table[table["kept_as"] == name].drop(columns="kept_as")
-        tables[name] = {column: rows[column].to_numpy() for column in rows}
-    return PartialResult(**tables, **counts)

@@ -294,8 +294,7 @@ def _schedules(space, layers, pp, micro_batches):
         counts = counts[: max(len(usual), 2)]
     schedules = space.schedule if micro_batches > 1 else space.schedule[:1]
     for schedule in schedules:
-        chosen = _CHUNKS.get(schedule, counts)
-        allowed = [chunks for chunks in chosen if chunks in cuts]
+        allowed = _among(_CHUNKS.get(schedule, counts), cuts)
         for chunks in _among(space.interleave, allowed):
             yield from (_Schedule(schedule, chunks, *ends) for ends in cuts[chunks])
 

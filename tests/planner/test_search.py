@@ -200,7 +200,7 @@ def test_a_stopped_search_goes_on(tmp_path, monkeypatch, found):
     )
     whole = search(MODEL, NODE, 16, space=SPACE, directory=tmp_path, progress=False)
     assert (
-        whole.complete and len(calls) == 4 + len(list(tmp_path.glob("*.parquet"))) - 3
+        whole.complete and len(calls) == 4 + len(list(tmp_path.glob("part-*.json"))) - 3
     )
     pd.testing.assert_frame_equal(whole.table, found.table)
     assert (whole.evaluated, whole.feasible) == (found.evaluated, found.feasible)
@@ -225,18 +225,18 @@ def test_workers_find_what_one_process_finds(dask_client, found, tmp_path):
     pd.testing.assert_frame_equal(spread.table, found.table)
     pd.testing.assert_frame_equal(spread.pareto, found.pareto)
     assert (spread.evaluated, spread.feasible) == (found.evaluated, found.feasible)
-    parts = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.parquet")}
+    parts = {path: path.stat().st_mtime_ns for path in tmp_path.glob("part-*.json")}
     for broken in (
         None,
         min(parts),
     ):  # nothing is left to do, then a part that cannot be read
         if broken:
-            broken.write_bytes(b"PAR1")
+            broken.write_text("{")
         pd.testing.assert_frame_equal(
             search(MODEL, NODE, 16, **options).table, found.table
         )
         assert broken or parts == {
-            path: path.stat().st_mtime_ns for path in tmp_path.glob("*.parquet")
+            path: path.stat().st_mtime_ns for path in tmp_path.glob("part-*.json")
         }
     assert broken.read_bytes() != b"PAR1"
 

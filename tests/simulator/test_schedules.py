@@ -140,11 +140,6 @@ def test_the_order_of_megatron():
     assert words == first.split()
 
 
-def test_gpipe_refuses_chunks():
-    with refused("interleave=2 & schedule='1f1b'"):
-        order("gpipe", 0, 4, 8, 2)
-
-
 def test_orders_that_cannot_run_are_refused(monkeypatch):
     passes = [("backward", 0, 0), ("forward", 0, 0)]
     orders = [passes, passes[::-1]]

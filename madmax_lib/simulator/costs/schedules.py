@@ -11,7 +11,6 @@ ones run back from the last stage to the first: the orders of torch.
 """
 
 from collections import Counter
-from collections.abc import Iterable
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -26,8 +25,7 @@ def order(
     schedule: str, stage: int, pp: int, micro_batches: int, chunks: int = 1
 ) -> list[Slot]:
     """Slots that a stage works on, in order. A backward pass whose gradients of weights
-    have no slot of their own computes them too. Raises ValueError for a schedule that
-    has no such order.
+    have no slot of their own computes them too.
 
     >>> [f"{direction[0]}{m}" for direction, _, m in order("1f1b", 0, 2, 3)]
     ['f0', 'f1', 'b0', 'f2', 'b1', 'b2']
@@ -35,8 +33,6 @@ def order(
     if schedule in _FOLDED:
         words = _FOLDED[schedule](stage, pp, micro_batches)
         return list(_numbered(words, micro_batches))
-    if chunks > 1 and schedule == "gpipe":
-        raise ValueError(f"interleave={chunks} needs schedule='1f1b', got {schedule!r}")
     split = schedule == "zero-bubble"
     groups = _groups(pp, micro_batches)
     forward = [(chunk, m) for group in groups for chunk in range(chunks) for m in group]
@@ -107,7 +103,7 @@ def _dual_pipe_v(stage, pp, micro_batches):
 _FOLDED = {"zbv": _zbv, "dualpipev": _dual_pipe_v}
 
 
-def _numbered(words: Iterable[str], micro_batches: int):
+def _numbered(words, micro_batches):
     """Slots of words, each the next micro-batch's of its chunk."""
     counts = Counter()
     for word in words:
@@ -143,12 +139,7 @@ def turns(
     folds = schedule in _FOLDED
     stages = range(pp)
     orders = [order(schedule, stage, pp, micro_batches, chunks) for stage in stages]
-    split = {
-        (stage, *which)
-        for stage in stages
-        for direction, *which in orders[stage]
-        if direction == "weight"
-    }
+    present = [set(slots) for slots in orders]
     result = []
     done = {None}
     at = [0] * pp  # what each stage comes to next
@@ -161,9 +152,8 @@ def turns(
                     break
                 done.add((stage, slot))
                 at[stage] += 1
-                direction, *which = slot
-                is_split = (stage, *which) in split
-                with_weights = direction == "backward" and not is_split
+                is_split = ("weight", *slot[1:]) in present[stage]
+                with_weights = slot[0] == "backward" and not is_split
                 result.append(Turn(stage, slot, awaits, with_weights))
         if len(result) == before:
             raise ValueError(f"pipeline stages of {schedule} wait for each other")

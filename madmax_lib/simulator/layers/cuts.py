@@ -74,6 +74,7 @@ def cuts_of(plans: Plans, *counts: int | np.ndarray) -> tuple[list, np.ndarray]:
     code = np.zeros(shape, np.int64)
     for column in columns:
         if np.ndim(column):
+            # as many digits as values, in the shape that the column broadcasts from
             digits, values = pd.factorize(np.ravel(column))
             code = code * len(values) + digits.reshape(np.shape(column))
     index, values = pd.factorize(code.ravel())

@@ -195,11 +195,10 @@ def in_flight(schedule, stage, pp, interleave=1, micro_batches=np.inf):
         micro_batches <= pp, np.inf, 2 * (pp - stage - 1) + (v - 1) * pp + 1
     )
     in_order = np.where(v > 1, chunks / v, pp - stage)
-    gpipe = np.asarray(schedule == "gpipe")
-    zero_bubble = np.asarray(schedule == "zero-bubble")
-    dual = np.asarray(schedule == "dualpipev")
-    first = np.minimum(2 * pp - stage - 1 + dual, micro_batches)
+    is_dual = schedule == "dualpipev"
+    first = np.minimum(2 * pp - stage - 1 + is_dual, micro_batches)
     folded = (first + np.minimum(stage + 1, micro_batches)) / 2
-    cases = [gpipe, zero_bubble, dual | (schedule == "zbv")]
-    batches = np.select(cases, [micro_batches, pp, folded], in_order)
+    batches = np.where(schedule == "zero-bubble", pp, in_order)
+    batches = np.where(is_dual | (schedule == "zbv"), folded, batches)
+    batches = np.where(schedule == "gpipe", micro_batches, batches)
     return np.minimum(batches, micro_batches)

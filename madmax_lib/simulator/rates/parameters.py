@@ -186,10 +186,8 @@ def _from_json(content):
     Raises ValueError, KeyError or TypeError for other content.
     """
     # the meaning of shares in files from before there was this constant
-    on_paper = {"data_sheet": 1.0}
-    read = dict(content) | {
-        "constants": {**start().constants, **on_paper, **content["constants"]}
-    }
+    constants = start().constants | {"data_sheet": 1.0} | content["constants"]
+    read = dict(content) | {"constants": constants}
     intervals = content["intervals"].items()
     read["intervals"] = {name: tuple(pair) for name, pair in intervals}
     read["covariance"] = tuple(map(tuple, content["covariance"]))

@@ -194,8 +194,8 @@ def _exposed_reductions(stage: PassesOfStage, moved: _Gradients, prices: Prices)
         # wgrad), at most W, so that the second has least time for its other chunk
         wgrad_s = last_s / chunks
         apart_s = np.clip(3 * wgrad_s - backward_s / chunks, 0.0, wgrad_s)
-        is_zbv = prices.plan.schedule == "zbv"
-        turn_s = is_zbv * (prices.plan.pp - 2) * apart_s
+        apart_s = apart_s * (prices.plan.schedule == "zbv")
+        turn_s = (prices.plan.pp - 2) * apart_s
         later_s = np.where(prices.plan.folds, turn_s, later_s)
     rest_s = _left_s(moved, last_s + slower_s, begun_s, later_s, chunks)
     drain_s = _drain_s(stage, slower_s, prices)

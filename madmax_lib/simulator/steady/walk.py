@@ -58,8 +58,8 @@ def _bubble_s(plan, count, layers, seconds):
     """
     # (forward, dgrad, wgrad) of each as (3, plans), to which both gradients are added
     parts = seconds[:9].reshape(3, 3, -1)
-    parts = np.append(parts, parts[:, 1:2] + parts[:, 2:], axis=1)
-    layer, embedding, head = parts
+    both = parts[:, 1:2] + parts[:, 2:]
+    layer, embedding, head = np.append(parts, both, axis=1)
     hidden_s, exposed_s = seconds[9:]
     sizes = [[len(chunk) for chunk in stage] for stage in chunk_layers(layers, plan)]
     # (stages, chunks, passes, plans): layers of a chunk times seconds of a layer
@@ -71,13 +71,13 @@ def _bubble_s(plan, count, layers, seconds):
     steps = turns(plan.schedule, plan.pp, count, plan.interleave)
     for stage, slot, awaits, with_weights in steps:
         direction, chunk, _ = slot
-        number = _PASSES.index("both" if with_weights else direction)
-        work_s = work[stage, chunk, number]
+        kind = "both" if with_weights else direction
+        work_s = work[stage, chunk, _PASSES.index(kind)]
         if direction != "weight":
             begun_s = np.maximum(free_s[stage] + hidden_s, ends.get(awaits, 0.0))
             free_s[stage] = begun_s + exposed_s - hidden_s
         free_s[stage] = free_s[stage] + work_s
         ends[stage, slot] = free_s[stage]
-    beside_s = 2 * plan.interleave * exposed_s
-    busy_s = work[:, :, :3].sum(axis=(1, 2)).max(axis=0) + beside_s
+    busy_s = work[:, :, :3].sum(axis=(1, 2)).max(axis=0)
+    busy_s = busy_s + 2 * plan.interleave * exposed_s
     return np.max(free_s, axis=0) - count * busy_s
