@@ -186,7 +186,7 @@ SOFTWARE = (  # where a case names one, by `data/software.csv`
     ),
     _software_rule(
         "interleave",
-        lambda p, s: (p.interleave > 1) & (not s.interleave),
+        lambda p, s: (p.interleave > 1) & (not s.interleave or s.stages_by_flops),
         "interleave={p.interleave}",
     ),
     _software_rule(

@@ -99,11 +99,10 @@ def _save(folder, number, part):
 
 def _load(folder, number):
     """The stored result of a part; None if there is none, or none that can be read."""
-    path = folder / f"part-{number:02d}.json" if folder else None
-    if path is None or not path.exists():
+    if folder is None:
         return None
     try:
-        content = json.loads(path.read_text())
+        content = json.loads((folder / f"part-{number:02d}.json").read_text())
         for name in _TABLES:
             columns = content[name].items()
             content[name] = {column: np.array(of) for column, of in columns}

@@ -312,9 +312,15 @@ def test_parameters_are_written_and_read(tmp_path):
 
 
 def test_files_from_before_kernels_alone_keep_their_meaning(tmp_path):
-    """Shares of the data sheet."""
+    """Shares of the data sheet, without the constants that are no more."""
     old = to_json(shipped())
     del old["constants"]["data_sheet"]
+    old["constants"]["device_rate:b200"] = 1.05
+    old["intervals"]["device_rate:b200"] = [1.0, 1.1]
+    old["fitted"] = ["device_rate:b200", *old["fitted"]]
+    size = len(old["fitted"])
+    old["covariance"] = np.pad(old["covariance"], ((1, 0), (1, 0))).tolist()
+    assert np.shape(old["covariance"]) == (size, size)
     (tmp_path / "old.json").write_text(json.dumps(old))
     again = load(tmp_path / "old.json")
     assert again.constants == shipped().constants | {"data_sheet": 1.0}

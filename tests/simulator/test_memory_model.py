@@ -215,7 +215,9 @@ def test_micro_batches_in_flight(schedule, interleave, held):
     assert in_flight(schedule, stages, 4, interleave, 8).tolist() == held
     assert in_flight(schedule, stages, 4, interleave, 1).tolist() == [1, 1, 1, 1]
     fewest = schedule == "dualpipev"  # 2 pp of them
-    for batches in (4, 8, 16)[fewest:]:  # what the simulated order of a stage really holds
+    for batches in (4, 8, 16)[
+        fewest:
+    ]:  # what the simulated order of a stage really holds
         passes = [passes_held(schedule, s, 4, batches, interleave) for s in stages]
         held = in_flight(schedule, stages, 4, interleave, batches) * interleave
         assert held.tolist() == passes

@@ -53,10 +53,6 @@ def chunk_blocks(case: Case) -> list[list[list[Block]]]:
     if isinstance(model, DLRM):
         return [[dlrm_blocks(case)]]
     plan = case.plan
-    if case.software.stages_by_flops and plan.interleave > 1:
-        raise ValueError(
-            f"interleave={plan.interleave}: {case.software.name} has one chunk per stage"
-        )
     work = Work.of(case)
     kinds = {}
 

@@ -29,6 +29,8 @@ _mapping = partial(
 )  # a field, empty unless given
 _SIGMAS = 1.645  # from the middle of a normal distribution to the ends of its 90 %
 _DIGITS = 6  # of a number in a file
+# constants of files from before products were measured on these devices
+_RETIRED = ("device_rate:b200", "device_rate:gb200", "device_rate:l40s")
 _SHARES = ("compute_efficiency", "memory_efficiency", "network_efficiency")
 
 
@@ -185,13 +187,21 @@ def _from_json(content):
 
     Raises ValueError, KeyError or TypeError for other content.
     """
+    places = [n for n, name in enumerate(content["fitted"]) if name not in _RETIRED]
+    constants, intervals = (
+        {name: value for name, value in content[part].items() if name not in _RETIRED}
+        for part in ("constants", "intervals")
+    )
     # the meaning of shares in files from before there was this constant
-    constants = start().constants | {"data_sheet": 1.0} | content["constants"]
-    read = dict(content) | {"constants": constants}
-    intervals = content["intervals"].items()
-    read["intervals"] = {name: tuple(pair) for name, pair in intervals}
-    read["covariance"] = tuple(map(tuple, content["covariance"]))
-    read["fitted"] = tuple(content["fitted"])
+    on_paper = {"data_sheet": 1.0}
+    read = dict(content) | {"constants": {**start().constants, **on_paper, **constants}}
+    read["intervals"] = {name: tuple(pair) for name, pair in intervals.items()}
+    covariance = content["covariance"]
+    # files of priors alone have none
+    read["covariance"] = tuple(
+        tuple(covariance[n][m] for m in places) for n in places if covariance
+    )
+    read["fitted"] = tuple(content["fitted"][n] for n in places)
     groups = content.get("collectives", {}).items()
     columns = ("collective", "ranks", "nodes", "size_bytes", "seconds")
     rows = [

@@ -189,14 +189,10 @@ def _exposed_reductions(stage: PassesOfStage, moved: _Gradients, prices: Prices)
     begun_s = ready * stage.layer_s + stage.head_s
     later_s = (1 - 1 / chunks) * steps.round_size * backward_s
     split = prices.plan.defers_weights
-    if np.any(split):
-        # stages of ZB-V end 2 W - B after each other, with B and W of a chunk (dgrad,
-        # wgrad), at most W, so that the second has least time for its other chunk
-        wgrad_s = last_s / chunks
-        apart_s = np.clip(3 * wgrad_s - backward_s / chunks, 0.0, wgrad_s)
-        apart_s = apart_s * (prices.plan.schedule == "zbv")
-        turn_s = (prices.plan.pp - 2) * apart_s
-        later_s = np.where(prices.plan.folds, turn_s, later_s)
+    # stages of ZB-V end up to a W of a chunk (wgrad) after each other: the second has least
+    # time between its last passes
+    turn_s = (prices.plan.schedule == "zbv") * (prices.plan.pp - 2) * last_s / chunks
+    later_s = np.where(prices.plan.folds, turn_s, later_s)
     rest_s = _left_s(moved, last_s + slower_s, begun_s, later_s, chunks)
     drain_s = _drain_s(stage, slower_s, prices)
     rest_s = rest_s + slower_s + np.where(split, 0.0, drain_s)
