@@ -137,8 +137,8 @@ def turns(
     [0, 1, 1, 0]
     """
     folds = schedule in _FOLDED
-    stages = range(pp)
-    orders = [order(schedule, stage, pp, micro_batches, chunks) for stage in stages]
+    sizes = pp, micro_batches, chunks
+    orders = [order(schedule, stage, *sizes) for stage in range(pp)]
     present = [set(slots) for slots in orders]
     result = []
     done = {None}

@@ -188,14 +188,13 @@ def _exposed_reductions(stage: PassesOfStage, moved: _Gradients, prices: Prices)
     ready = np.minimum(moved.first_bucket_layers, in_chunk)
     begun_s = ready * stage.layer_s + stage.head_s
     later_s = (1 - 1 / chunks) * steps.round_size * backward_s
-    split = prices.plan.defers_weights
     # stages of ZB-V end up to a W of a chunk (wgrad) after each other: the second has least
     # time between its last passes
     turn_s = (prices.plan.schedule == "zbv") * (prices.plan.pp - 2) * last_s / chunks
     later_s = np.where(prices.plan.folds, turn_s, later_s)
     rest_s = _left_s(moved, last_s + slower_s, begun_s, later_s, chunks)
     drain_s = _drain_s(stage, slower_s, prices)
-    rest_s = rest_s + slower_s + np.where(split, 0.0, drain_s)
+    rest_s = rest_s + slower_s + np.where(prices.plan.defers_weights, 0.0, drain_s)
     launched_s = stage.launched_s
     begun_s = ready * launched_s / np.maximum(stage.layers, 1)
     later_s = (1 - 1 / chunks) * steps.round_size * launched_s

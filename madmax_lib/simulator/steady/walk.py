@@ -46,9 +46,8 @@ def walked_bubble_s(steps: Steps, costs: LayerCosts, stages: Stages) -> Number:
         one = plan_of_cut(cut)
         if one.defers_weights:
             rows = index == number
-            sizes = map(int, cut[-2:])
             of_rows = np.array([part[rows] for part in seconds])
-            bubble_s[rows] = _bubble_s(one, *sizes, of_rows)
+            bubble_s[rows] = _bubble_s(one, *map(int, cut[-2:]), of_rows)
     return bubble_s
 
 
