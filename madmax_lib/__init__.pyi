@@ -38,6 +38,7 @@ from madmax_lib.simulator.simulate import simulate as simulate
 from madmax_lib.timeline.timeline import Timeline as Timeline
 from madmax_lib.traces.diff import compare as compare
 from madmax_lib.traces.export import export_trace as export_trace
+from madmax_lib.traces.export_chakra import export_chakra as export_chakra
 from madmax_lib.traces.parts import breakdown as breakdown
 from madmax_lib.traces.read.kineto import read_trace as read_trace
 from madmax_lib.view.explore.widgets import view_timeline as view_timeline

@@ -53,4 +53,3 @@ from madmax_lib.calibration.verdict.strangers import (
     strange_rows as strange_rows,
     unknown_rows as unknown_rows,
 )
-from madmax_lib.calibration.verdict.vision import vision_errors as vision_errors

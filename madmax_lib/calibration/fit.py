@@ -29,7 +29,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from scipy.optimize import OptimizeResult, least_squares
+from scipy.optimize import least_squares
 
 from madmax_lib import catalog
 from madmax_lib.calibration.published.rows import read_rows, to_steps, to_table
@@ -205,9 +205,7 @@ def update(
 class _LeastSquares:
     """Least squares over the constants that rows can tell; a point is in fitting scale."""
 
-    def __init__(
-        self, rows: pd.DataFrame, begin: Parameters, only: Sequence[str] | None = None
-    ):
+    def __init__(self, rows, begin, only=None):
         self.steps = to_steps(rows)
         self.weight = weights(rows) / SCALE
         names = only or _free_constants(self.steps, begin, self.weight)
@@ -232,7 +230,7 @@ class _LeastSquares:
         weighted = slopes * self.weight[:, None]
         return np.vstack([weighted, np.diag(1 / self.scale.sigma)])
 
-    def solve(self, point, evaluations: int = _MOST_EVALUATIONS):
+    def solve(self, point, evaluations=_MOST_EVALUATIONS):
         low, high = self.scale.low, self.scale.high
         return least_squares(
             self.residuals,
@@ -245,12 +243,12 @@ class _LeastSquares:
             **_TOLERANCES,
         )
 
-    def scatter(self, random: np.random.Generator):
+    def scatter(self, random):
         """A random point of the prior."""
         sigma = self.scale.sigma
         return self.scale.prior + sigma * random.standard_normal(len(sigma))
 
-    def parameters(self, solution: OptimizeResult, rows: pd.DataFrame):
+    def parameters(self, solution, rows):
         """The constants of a solution with their covariance and provenance."""
         fitted = self.scale.solved(self.fixed, solution.x, covariance_of(solution))
         origin = {

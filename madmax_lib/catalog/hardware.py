@@ -28,7 +28,7 @@ _NAMES = json.loads((files("madmax_lib") / "data" / "dtype_names.json").read_tex
 _LEAST_MEMORY = 1e6
 
 
-def _equal(item, other: object) -> bool:
+def _equal(item, other):
     """Whether two dataclasses of a type hold the same, where unknown (NaN) is unknown."""
     if type(item) is not type(other):
         return False

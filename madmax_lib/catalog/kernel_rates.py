@@ -202,7 +202,7 @@ def rates_from(
     )
 
 
-def _nearest(device: Device, measured: list[str]):
+def _nearest(device, measured):
     """Names of the measured devices that stand for one: itself, else its family, else
     those that have links to their peers where it has, else all.
     """
@@ -215,7 +215,7 @@ def _nearest(device: Device, measured: list[str]):
     return [each.name for each in family or similar or devices]
 
 
-def _kernel_rate(row: pd.Series, device: Device, dtype: str):
+def _kernel_rate(row, device, dtype):
     """The rate that a row of the table has on a device: the same shares of its data
     sheet.
     """
@@ -235,7 +235,7 @@ def _kernel_rate(row: pd.Series, device: Device, dtype: str):
     )
 
 
-def _collective_rate(rows: pd.DataFrame, device: Device):
+def _collective_rate(rows, device):
     """Rows of a collective on the links of a device."""
     reference = tables.device_named(rows["device"].iloc[0]) or device
     scale = _link_bytes_per_s(device) / _link_bytes_per_s(reference)
@@ -255,6 +255,6 @@ def _collective_rate(rows: pd.DataFrame, device: Device):
     )
 
 
-def _link_bytes_per_s(device: Device):
+def _link_bytes_per_s(device):
     """Rate of a device's links to its peers, one way."""
     return device.scale_up_bytes_per_s or _PCIE_BYTES_PER_S

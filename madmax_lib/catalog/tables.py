@@ -403,6 +403,8 @@ def _rows(what, name):
     )
     if what == "model":
         way_out += "; mm.RunSpec(model=...).shapes has those that only runs know"
+    if (calibrated := Path(name, "machine.json")).is_file():
+        way_out = f"the machine calibrated there is {calibrated}"
     raise ValueError(
         f"unknown {what} {name!r}; nearest: {', '.join(nearest)}; {way_out}"
     )

@@ -2,8 +2,6 @@
 one command for each.
 """
 
-import argparse
-
 import pandas as pd
 
 from madmax_lib import papers
@@ -19,7 +17,7 @@ _FIGURES = dict(read_table("madmax/figures").to_numpy())
 def add(commands) -> None:
     """Add the command."""
 
-    def paper(options: argparse.Namespace):
+    def paper(options):
         if options.paper == "vtrain":
             return _vtrain(options)
         if options.paper == "metis":

@@ -266,6 +266,10 @@ def _groups(speed):
             control.write_text("+cpu")
         for group, share in zip(groups, speed, strict=True):
             group.mkdir()
+            # A quota of a whole core is less than one: what a process does not use
+            # before it moves to another core is lost.
+            if share == 1:
+                continue
             quota_us = round(share * _PERIOD_US)
             if version_1:
                 (group / "cpu.cfs_period_us").write_text(str(_PERIOD_US))

@@ -10,6 +10,7 @@ from madmax_lib.simulator.memory.memory import (
     peak_bytes as peak_bytes,
     usable_bytes as usable_bytes,
 )
+from madmax_lib.simulator.memory.snapshot import export_snapshot as export_snapshot
 from madmax_lib.simulator.offload.fits import (
     fits as fits,
     largest_model as largest_model,

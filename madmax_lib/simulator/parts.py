@@ -184,7 +184,7 @@ def _attention(shape, sms):
     )
 
 
-def _delta_rule(shape: Mapping[str, Number], sms: int):
+def _delta_rule(shape, sms):
     channels = shape["head_dim"]
     sequence = shape["sequence"]
     # The chunks of a sequence's head wait for each other's state on one

@@ -193,28 +193,28 @@ def top_kernels(timeline: Timeline, count: int = 10) -> pd.DataFrame:
     return with_origin(table.head(count), timeline)
 
 
-def _by_rank(spans: pd.DataFrame):
+def _by_rank(spans):
     """Intervals of the spans of each rank."""
     times = _intervals(spans)
     return {rank: times[rows] for rank, rows in spans.groupby("rank").indices.items()}
 
 
-def _intervals(spans: pd.DataFrame):
+def _intervals(spans):
     return pack(spans["start_ns"], spans["dur_ns"])
 
 
-def _window_ns(times: np.ndarray):
+def _window_ns(times):
     """Time from the first start to the last end of intervals (n, 2)."""
     return int(times[:, 1].max() - times[:, 0].min()) if len(times) else 0
 
 
-def _in_window(table: pd.DataFrame, window_s: float):
+def _in_window(table, window_s):
     """`breakdown` in a window that is wider than that of each rank: the rest is idle."""
     idle_s = table["idle_s"] + window_s - table["total_s"]
     return table.assign(idle_s=idle_s, total_s=window_s)
 
 
-def _rank_breakdown(all_kinds: np.ndarray, times: dict[str, np.ndarray]):
+def _rank_breakdown(all_kinds, times):
     """One row of `breakdown` from the intervals of all that is busy, and of each kind."""
     span_ns = _window_ns(all_kinds)
     busy_ns = total(all_kinds)

@@ -32,6 +32,7 @@ from madmax_lib.traces.diff import (
     op_names as op_names,
 )
 from madmax_lib.traces.export import export_trace as export_trace
+from madmax_lib.traces.export_chakra import export_chakra as export_chakra
 from madmax_lib.traces.forensics.flight_recorder import *
 from madmax_lib.traces.forensics.read_snapshots import (
     read_snapshot as read_snapshot,

@@ -2,11 +2,14 @@
 
 Each gain is the time per rank and step that would go if this one cause went and nothing
 else changed: an upper bound. Causes overlap (a late rank also exposes its collective),
-so gains do not add up.
+so gains do not add up. Where a step replayed without any communication saves less than
+such a gain, the evidence says so.
 """
 
+import warnings
 from typing import NamedTuple
 
+import numpy as np
 import pandas as pd
 
 from madmax_lib import catalog
@@ -15,6 +18,7 @@ from madmax_lib.base.fields import require_type
 from madmax_lib.timeline import Timeline, breakdown, exposed_s, with_origin
 from madmax_lib.timeline.kinds import POINT_TO_POINT
 from madmax_lib.traces.comm.collectives import arrivals, calls, unseen_waits
+from madmax_lib.traces.critical_path import what_if
 from madmax_lib.traces.stragglers import stragglers
 from madmax_lib.traces.tables import ratio
 from madmax_lib.traces.waits.idle import idle, launch_bound
@@ -25,6 +29,10 @@ COLUMNS = ["cause", "where", "gain_s", "share", "evidence", "remedy"]
 _WORTH_SHARE = 0.001  # of the time on the device; less is not worth a line
 # of the best bus bandwidth of the same group: below, a call is ruled by its latency
 _SLOW = 0.5
+
+_OF_COMMUNICATION = ("exposed communication", "small messages")
+_NOTHING_S = 1e-12
+_ALIKE = 0.03  # of a step: a replay that is farther off the measured one says nothing
 
 _REMEDY = catalog.table("remedies").set_index("cause")["remedy"]
 
@@ -41,31 +49,49 @@ def advise(timeline: Timeline) -> pd.DataFrame:
     warm-up and cut ones unless there are no others.
     """
     # Warm-up and cut steps would add causes that a run does not keep.
-    timeline, counted = steady_state(require_type("timeline", timeline, Timeline))
+    recording = require_type("timeline", timeline, Timeline)
+    timeline, counted = steady_state(recording)
     parts_s = breakdown(timeline)
     ranks = max(len(parts_s), 1)
     steps = max(len(counted), 1)
     total_s = parts_s["total_s"].sum()
     rows = [
-        (
-            cause,
-            where,
-            gain_s / ranks / steps,
-            gain_s / total_s if total_s > 0 else 0.0,
-            evidence,
-            _REMEDY[cause],
-        )
+        finding
         for causes in (_communication, _late_ranks, _host, _other_idle, _gaps, _copies)
-        for cause, where, gain_s, evidence in causes(timeline)
+        for finding in causes(timeline)
     ]
-    table = pd.DataFrame(rows, columns=COLUMNS).astype(
-        {"gain_s": "float64", "share": "float64"}
-    )
+    table = pd.DataFrame(rows, columns=Finding._fields)
+    table["gain_s"] = table["gain_s"].astype(float) / ranks / steps
+    if table["cause"].isin(_OF_COMMUNICATION).any():
+        table = _beside_replay(table, recording)
+    # of the mean time of a rank and step
+    table["share"] = table["gain_s"] * ranks * steps / max(total_s, _NOTHING_S)
+    table["remedy"] = table["cause"].map(_REMEDY)
+    table = table[COLUMNS]
     table = table[table["share"] >= _WORTH_SHARE]
     table = table.sort_values(
         ["gain_s", "cause", "where"], ascending=[False, True, True], ignore_index=True
     )
     return with_origin(table, timeline, steps=counted)
+
+
+def _beside_replay(table, recording):
+    """The table, whose evidence says where a step replayed without any communication
+    saves less than a gain: there something else, such as the host, decides.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # on what a replay cannot know
+        try:
+            free = what_if(recording, {"comm": np.inf}).iloc[0]
+        except ValueError:
+            return table
+    is_less = table["cause"].isin(_OF_COMMUNICATION)
+    is_less &= table["gain_s"] > free["saved_s"]
+    if not is_less.any() or not abs(free["replay_error"]) < _ALIKE:
+        return table
+    saved = format_s(max(free["saved_s"], 0.0))
+    note = f"; replayed without any communication the step is {saved} shorter"
+    return table.assign(evidence=table["evidence"] + np.where(is_less, note, ""))
 
 
 class Finding(NamedTuple):

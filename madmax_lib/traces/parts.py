@@ -85,7 +85,7 @@ def window(timeline: Timeline, start_s: float, end_s: float) -> Timeline:
     return replace(part, spans=spans)
 
 
-def _parts(timeline: Timeline, periods):
+def _parts(timeline, periods):
     """`breakdown` of each part of each rank; periods: of its steps, by rank."""
     spans = busy_spans(timeline.spans)
     rank = spans["rank"]

@@ -29,11 +29,12 @@ def unseen_ranks(timeline: Timeline) -> list[str]:
     """Words on the ranks of the job that have no trace, none where all have one."""
     # a rank stands for others where a simulation drew one of several alike
     present = sum(map(len, timeline.meta.represents.values()))
-    if timeline.meta.world_size <= present:
+    every = timeline.meta.world_size
+    if every <= present:
         return []
     return [
-        f"{present} of {timeline.meta.world_size} ranks: waiting for the others "
-        "counts as transfer; read the traces of all ranks"
+        f"{every - present} of {every} ranks have no trace: waiting for them counts as "
+        "transfer; read the traces of all ranks"
     ]
 
 

@@ -278,3 +278,10 @@ def test_constants_without_intervals_tell_nothing_but_the_peak():
         expect(*run, global_batch=8, step_s=1e-6, parameters=Parameters()).verdict
         == "suspiciously fast"
     )
+
+
+@pytest.mark.parametrize(("dtype", "asks"), [("fp32", True), ("bf16", False)])
+def test_fp32_where_a_device_has_tf32_asks_which_ran(dtype, asks):
+    run = {"global_batch": 8, "dtype": dtype, "step_s": 3.0}
+    verdict = mm.expect("gpt2-large", "dgx-a100", "dp8.z3", **run)
+    assert ("name dtype tf32" in verdict.reason) == asks

@@ -422,3 +422,11 @@ def test_software_inherits():
     compiled = catalog.software("torchtitan-compiled")
     inherited = compiled.kernels, compiled.wire_bytes, compiled.weights_sharded_from
     assert inherited == ("compiled", 4, 2)
+
+
+def test_a_folder_of_a_calibration_names_its_machine(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "machine.json").write_text("{}")
+    with refused("unknown cluster 'mine' & calibrated there is mine/machine.json"):
+        catalog.cluster("mine")

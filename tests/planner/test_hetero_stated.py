@@ -15,9 +15,8 @@ from madmax_lib.papers.metis import write_profiles
 from madmax_lib.planner import hetero
 from madmax_lib.planner.hetero import Profiles
 from madmax_lib.planner.hetero.profiles import LayerProfile
-from madmax_lib.planner.hetero.stated import _cases, _prices
+from madmax_lib.planner.hetero.stated import _cases, _constants, _prices
 from madmax_lib.simulator.costs.inputs import Steps
-from madmax_lib.simulator.rates.parameters import shipped
 from madmax_lib.simulator.steady.layer_costs import layer_costs
 
 ROW = {"model": "tiny", "layers": 6, "hidden": 512, "heads": 8, "vocab": 32000, "seq_len": 512, "n_gpus": 8,
@@ -35,7 +34,7 @@ def seconds(*rows, **options):
 
 def test_published_rows_of_mixed_gpus():
     """GPT-2 on 12 V100 and 4 T4 [AMP], to which no constant is fitted; AMP's own model
-    is 40 % off.
+    is 40 % off. In a pipeline of tensor groups DeepSpeed's hosts stop.
     """
     table = hetero.predict(catalog.table("published_mixed", numbers=True))
     error, theirs = (
@@ -44,8 +43,8 @@ def test_published_rows_of_mixed_gpus():
     )
     assert (
         len(table) == 26
-        and error.mean() <= 0.115
-        and error.median() < 0.08
+        and error.mean() <= 0.08
+        and error.median() < 0.05
         and theirs.mean() > 0.39
     )
     assert table[["predicted_s", "iteration_time_s"]].corr("spearman").iloc[0, 1] > 0.75
@@ -57,7 +56,7 @@ def test_published_rows_of_equal_gpus():
     table = hetero.predict(rows[rows["source"].str.contains("DachengLi1/AMP")])
     assert (
         len(table) == 28
-        and (table["predicted_s"] / table["iteration_time_s"] - 1).abs().mean() <= 0.095
+        and (table["predicted_s"] / table["iteration_time_s"] - 1).abs().mean() <= 0.05
     )
 
 
@@ -69,6 +68,7 @@ def test_a_stage_without_layers_waits_for_others():
 def test_one_gpu_is_what_estimate_says():
     row = ROW | {
         "gpu": "T4",
+        "software": "megatron-2021",
         "n_gpus": 1,
         "pp": 1,
         "dp": 1,
@@ -84,7 +84,7 @@ def test_one_gpu_is_what_estimate_says():
     }
     plan = mm.Plan(micro_batch=2, attention="unfused")
     step = mm.estimate(replace(model, sequence=512), mm.cluster("colab-t4"), plan, global_batch=16, dtype="fp16",
-                       software="megatron-deepspeed").iloc[0]["step_s"]  # fmt: skip
+                       software="megatron-2021").iloc[0]["step_s"]  # fmt: skip
     assert seconds(row) == pytest.approx([step], rel=0.01)
 
 
@@ -144,7 +144,8 @@ def measured(row, slower=1.0):
     """Profiles that hold what the simulator says of a row's GPUs, times a factor."""
     cases = _cases(row)
     pieces = {
-        one.cluster.device.name: layer_costs(Steps.of(one), shipped()) for one in cases
+        one.cluster.device.name: layer_costs(Steps.of(one), _constants(one))
+        for one in cases
     }
     prices, table = _prices(cases[0], pieces, None), {}
     for (device, tp, _, batch), price in prices.table.items():
@@ -165,14 +166,24 @@ def measured(row, slower=1.0):
     return Profiles(table)
 
 
-@pytest.mark.parametrize("device", ["T44", "Titan RTX", "GH-96"])
-def test_a_device_that_nobody_knows_costs_its_row_alone(device):
+@pytest.mark.parametrize("device", ["T44", "Titan RTX", "GB-10"])
+def test_a_device_that_nobody_knows_costs_its_row_alone_or_has_profiles(device):
     row = MIXED | {
         "hetero_groups": f"V100x2,{device.replace(' ', '-')}x2,V100x2,V100x2"
     }
     table = hetero.predict(pd.DataFrame([MIXED, row]))
     assert table["predicted_s"].notna().tolist() == [True, False]
     assert table["reason"].str.startswith("unknown device").tolist() == [False, True]
+    name = device.replace(" ", "-")
+    known = measured(row | {"hetero_groups": "V100x2,T4x2,V100x2,V100x2"}, 2.0).table
+    theirs = {
+        (name, *key[1:]): replace(profile, device=name)
+        for key, profile in known.items()
+        if key[0] == "T4"
+    }
+    profiles = Profiles({**known, **theirs})
+    there, as_t4 = seconds(row, MIXED, profiles=profiles)
+    assert there == pytest.approx(as_t4)  # its times and links are those of a T4 here
 
 
 def test_profiles_take_the_place_of_the_simulators_prices(tmp_path):

@@ -209,7 +209,10 @@ ROWS = {
     "meta-math/MetaMathQA": [
         {"query": f"what is {i}?", "response": f"it is {i}"} for i in range(100)
     ],
-    "nyu-mll/glue": [{"sentence": f"film {i}", "label": i % 2} for i in range(6)],
+    "nyu-mll/glue": [
+        {"sentence": f"film {i}", "sentence1": "a", "sentence2": "b", "label": i % 2}
+        for i in range(6)
+    ],
     "Salesforce/wikitext": [{"text": "the quick brown fox " * 20}] * 3,
 }
 
@@ -276,6 +279,9 @@ def test_one_split_is_cut_and_its_questions_are_masked(hugging_face, monkeypatch
 def test_labels_become_words_and_running_text_has_no_mask(hugging_face):
     batch = data_of("glue", sequence=64).batch(0, 6)
     assert set(answers(batch["targets"])) == {"negative", "positive"}
+    pairs = data_of("glue-rte", sequence=64).batch(0, 6)
+    assert set(answers(pairs["targets"])) == {"entailment", "not_entailment"}
+    assert answers(pairs["tokens"])[0].startswith("user\na\nb\n")
     targets = data_of("wikitext-103", sequence=32).batch(0, 3)["targets"]
     assert (targets >= 0).all() and targets.dtype == np.int64
 

@@ -250,3 +250,15 @@ def test_faster_parts_never_lay_out_a_slower_step(part, rate):
         cluster = replace(case.cluster, **{part: replace(item, **{rate: fast})})
         fast_s = laid_out_s(replace(case, cluster=cluster))
         assert fast_s <= laid_out_s(case) * (1 + 1e-9), case
+
+
+def test_a_stage_without_layers_passes_messages_on():
+    """nanotron cuts at equal FLOPs: the head of a small model leaves a stage with none."""
+    plan = "tp2.pp8.mb4.gpipe"
+    how = {"global_batch": 24, "dtype": "fp16", "software": "nanotron"}
+    step = mm.simulate("gpt2", "dgx-2", plan, **how)
+    by_rank = mm.breakdown(step).set_index("rank")
+    assert (by_rank["compute_s"] == 0).sum() == 2
+    # the stage behind begins, and so ends, after all before it
+    closed_s = mm.estimate("gpt2", "dgx-2", plan, **how)["step_s"].item()
+    assert by_rank["total_s"].max() == pytest.approx(closed_s, rel=0.25)

@@ -2,6 +2,9 @@
 published rows.
 """
 
+import itertools
+import math
+import pickle
 from dataclasses import replace
 from itertools import pairwise
 
@@ -19,6 +22,7 @@ from madmax_lib.catalog.models import Transformer
 from madmax_lib.plan.case import Case
 from madmax_lib.plan.columns import Plans
 from madmax_lib.plan.legal import legal
+from madmax_lib.simulator import export_snapshot
 from madmax_lib.simulator.memory.activations import in_flight, layer_bytes
 from madmax_lib.simulator.memory.memory import (
     PHASES,
@@ -718,3 +722,29 @@ def test_selective_recompute_of_llama2_70b_on_64_a100():
         for recompute in ("full", "selective")
     )
     assert runs < usable("a100-80") < failed
+
+
+@pytest.mark.parametrize("plan", ["dp2.tp2.pp2.z1", "dp8.z3.full"])
+def test_a_snapshot_has_the_peak_of_its_table(tmp_path, plan):
+    """To the byte, but for rounding up each component; the reader rounds what is freed
+    up to 512, as the allocator does.
+    """
+    table = mm.memory("gpt2-large", plan, global_batch=8)
+    paths = export_snapshot(table, tmp_path)
+    held = mm.traces.snapshot_held(mm.traces.read_snapshot(paths), by="site", at="peak")
+    signs = {"alloc": 1, "free_completed": -1}
+    for (stage, parts), path in zip(table.groupby("stage"), paths, strict=True):
+        snapshot = pickle.loads(path.read_bytes())
+        (events,) = snapshot["device_traces"]
+        changes = [signs.get(e["action"], 0) * e["size"] for e in events]
+        peak = peak_bytes(parts.assign(stage=0))
+        assert 0 <= max(itertools.accumulate(changes)) - peak < len(parts)
+        # after the step there is what is always there
+        always = parts.loc[parts["phase"] == "always", "size_bytes"].sum()
+        assert 0 <= sum(changes) - always < len(parts)
+        left = sum(segment["allocated_size"] for segment in snapshot["segments"])
+        assert left == sum(changes)
+        read = held[held["rank"] == stage].set_index("site")["size_bytes"]
+        assert 0 <= read.sum() - peak < 512 * len(parts)
+        weights = parts.set_index("component").at["weights", "size_bytes"]
+        assert read["predicted.py:0 weights"] == math.ceil(weights)

@@ -1,14 +1,17 @@
 """Breakdown of a recording in parts: closed forms, and parts that add up to the whole."""
 
+import json
+
 import numpy as np
 import pandas as pd
 import pytest
-from support import make_timeline
+from support import local_or_skip, make_timeline
 
 import madmax_lib as mm
 from madmax_lib.__main__ import main
 from madmax_lib.timeline.accounting import breakdown_between
 from madmax_lib.traces import window
+from madmax_lib.traces.waits.step_times import steady_state
 
 MS = 1_000_000
 SECONDS = [
@@ -147,3 +150,29 @@ def test_windows_and_steps_are_cut_in_the_shell(tmp_path, capsys):
     for words, said in wrong.items():
         assert main(["cut", trace, *words.split(), "-o", str(tmp_path / "c")]) == 2
         assert said in capsys.readouterr().err
+
+
+def test_a_cut_by_steps_keeps_what_runs_between_them(tmp_path, capsys):
+    """Work that an earlier step has launched is no idle time of the steps that count."""
+    source = str(local_or_skip("traces/more/torchrec-a2a5"))
+    assert main(["cut", source, "--steps", "5:9", "-o", str(tmp_path)]) == 0
+    timeline, counted = steady_state(mm.read_trace(source))
+    assert counted == [5, 6]
+    columns = ["rank", "total_s", "compute_s", "exposed_comm_s", "idle_s"]
+    expected = mm.breakdown(timeline)[columns]
+    cut = mm.breakdown(mm.read_trace(tmp_path))[columns]
+    pd.testing.assert_frame_equal(cut, expected)
+    capsys.readouterr()
+    # the headline is that of the steps that count
+    assert main(["breakdown", source, "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)["summary"]
+    assert summary["not_counted"] == ["step 4"]
+    total_s = expected["total_s"].mean() / 2
+    assert summary["per_step"]["total_s"] == pytest.approx(total_s, rel=1e-3)
+
+
+def test_ranks_without_a_trace_are_counted(tmp_path, capsys):
+    one = mm.read_trace(mm.dataset("gpt-ddp")).select(ranks=[1])
+    mm.export_trace(one, tmp_path)
+    assert main(["breakdown", str(tmp_path)]) == 0
+    assert "missing: 1 of 2 ranks have no trace" in capsys.readouterr().out

@@ -269,7 +269,7 @@ def test_a_history_without_some_actions_is_refused(made, tmp_path, lost):
 
 def _calls() -> dict[str, bytes]:
     """Ways of a pickle to call os.system, or to get at what could."""
-    command, many = b"\x8c\x08touch /x", 1 << 20
+    command = b"\x8c\x08touch /x"
     system = {
         "GLOBAL": b"cos\nsystem\n", "STACK_GLOBAL": b"\x8c\x02os\x8c\x06system\x93", "PERSID": b"Pos.system\n",
         "BINPERSID": b"\x8c\x09os.system\x51", "EXT1": b"\x82\xf0", "EXT2": b"\x83\xf0\0", "EXT4": b"\x84\xf0\0\0\0",
@@ -300,16 +300,14 @@ def _calls() -> dict[str, bytes]:
     return forms | {
         "frame": b"\x95" + size, "text": b"\x8d" + size, "bytes": b"\x8e" + size, "bytearray": b"\x96" + size,
         "short text": b"X\xff\xff\xff\x7f", "long": b"\x8b\xff\xff\xff\x7f", "number": b"L" + b"9" * 9999 + b"L\n",
-        "memo": b"]r\xff\xff\xff\xff", "get": b"j\xff\xff\xff\xff", "buffer": b"\x97", "set": b"\x8f(N\x90",
-        "nested key": b"})" + b"\x85" * many + b"Ns", "nested key by memo": b"})" + b"\x85\x94" * many + b"Ns",
-        "nested pairs": b"})" + b"K\x01\x86" * many + b"Ns", "laughs": b"]" + b"\x94(" + b"h\x00" * 9 + b"e2a",
+        "get": b"j\xff\xff\xff\xff", "buffer": b"\x97", "set": b"\x8f(N\x90",
+        "laughs": b"]" + b"\x94(" + b"h\x00" * 9 + b"e2a",
     }  # fmt: skip
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
 @pytest.mark.parametrize("form", _calls())
-def test_a_pickle_that_calls_or_asks_for_too_much_is_refused(tmp_path, form, protocol):
-    """Before any of its opcodes is obeyed: the memory it asks for is not taken either."""
+def test_a_pickle_that_calls_or_is_no_record_is_refused(tmp_path, form, protocol):
     # what an extension would get without any import
     copyreg._extension_cache[0xF0] = print
     path = tmp_path / "hostile.pickle"
@@ -373,7 +371,6 @@ def test_what_only_looks_like_a_snapshot_is_refused(made, tmp_path, capsys, prot
 
 
 def test_a_plain_record_of_any_blocks_is_what_pickle_makes_of_it(tmp_path):
-    """Opcodes lie across the ends of the blocks that are checked."""
     random = np.random.default_rng(0)
     record = {}
     for number in random.integers(-(1 << 40), 1 << 40, 50_000).tolist():

@@ -221,13 +221,6 @@ NUMBERS = [
         lambda: [len(kinds_read("field != 'refused'") - {"llama-shaped"})],
     ),
     (
-        "from the other eight: {:.0f} % on average (the paper's model: {:.1f} %)",
-        of_figure(
-            "validation/vision",
-            lambda table: 100 * table[["ours_error", "paper_error"]].abs().mean(),
-        ),
-    ),
-    (
         "{} measured steps of 12 V100 and 4 T4 to {:.0f} % on average",
         of_figure("hetero/measured", lambda table: (len(table), error(table))),
     ),

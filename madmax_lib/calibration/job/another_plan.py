@@ -169,7 +169,7 @@ def _with_micro_batch(text, case, global_batch):
     return replace(plan, micro_batch=samples // count)
 
 
-def _traced_machine(timeline: Timeline, case: Case) -> Cluster:
+def _traced_machine(timeline, case):
     """A cluster for a device without data sheet: rates that the trace itself reaches.
 
     The fastest products, memory traffic and collectives stand for the peaks; operators

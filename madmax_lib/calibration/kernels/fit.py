@@ -211,7 +211,7 @@ def _collective_facts(rows):
 class _Parts:
     """Lines t = latency + size byte_s through the points below and from number `at`."""
 
-    def __init__(self, sizes: np.ndarray, seconds: np.ndarray, at: int):
+    def __init__(self, sizes, seconds, at):
         self.from_bytes = sizes[at]
         self.lines = []
         fitted_s = []

@@ -15,7 +15,6 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -46,7 +45,7 @@ from madmax_lib.calibration.published.run_rows import run_row
 from madmax_lib.catalog.measured_collectives import MeasuredCollectives
 from madmax_lib.catalog.models import Cluster, Device, Link
 from madmax_lib.runs.launch import gpu_count, launch_all, measure_links, resolve
-from madmax_lib.runs.read import Run, read_json, read_run
+from madmax_lib.runs.read import read_json, read_run
 from madmax_lib.runs.spec import RunSpec
 from madmax_lib.runs.testbed import check_hosts
 from madmax_lib.simulator.costs.inputs import Steps, products_alone
@@ -101,7 +100,7 @@ class PlannedRun:
             **where,
         )
 
-    def _strategy(self, ranks: int):
+    def _strategy(self, ranks):
         """Two ranks in the layout's own dimension, the rest data parallel."""
         match self.layout:
             case "dp1":
@@ -126,7 +125,7 @@ def _content():
     return json.loads(catalog.data_file("calibration_runs.json").read_text())
 
 
-def _planned_runs(purpose: str):
+def _planned_runs(purpose):
     """The runs that are fitted or predicted, in the order in which they are made."""
     return tuple(
         PlannedRun(model, layout, is_fitted=purpose == "fitted")
@@ -195,22 +194,22 @@ class _Calibration:
         (self.directory / "runs").mkdir(parents=True, exist_ok=True)
         write_text(path, json.dumps(settings) + "\n")
 
-    def save(self, table: pd.DataFrame, name: str):
+    def save(self, table, name):
         """Write a table with a row per run."""
         path = self.directory / name
         table.to_csv(path, index_label="run", float_format="%.6g")
 
-    def folder(self, name: str):
+    def folder(self, name):
         """Directory of a run."""
         return self.directory / "runs" / name.replace(" ", "_")
 
-    def is_done(self, name: str):
+    def is_done(self, name):
         folder = self.folder(name)
         if not (folder / "summary.json").exists():
             return False
         return read_run(folder).summary.get("status") == "completed"
 
-    def specs(self, runs: Sequence[PlannedRun]):
+    def specs(self, runs):
         """Runs by name that can be made here; the others get a line."""
         specs = {}
         for run in runs:
@@ -225,7 +224,7 @@ class _Calibration:
                 specs[run.name] = spec
         return specs
 
-    def make_runs(self, runs: Sequence[PlannedRun]):
+    def make_runs(self, runs):
         """Completed runs by name, in their order.
 
         Further ones are begun as long as there is time for them.
@@ -300,9 +299,7 @@ class _Calibration:
                 part.rename(path)
         return pd.read_csv(path) if path.exists() else None
 
-    def timed_machine(
-        self, kernels: pd.DataFrame, links: pd.DataFrame | None, env: Mapping
-    ):
+    def timed_machine(self, kernels, links, env):
         """Devices and links as they were timed, with the constants that a fit begins at."""
         listed = catalog.device_named(env["device"]) if self.device == "cuda" else None
         on_cpu = self.device == "cpu"
@@ -360,7 +357,7 @@ class _Calibration:
         about = {"device": env["device"], "hosts": self.hosts, "network": self.network}
         return Machine(cluster, parameters, env["dtype"], provenance=about)
 
-    def fitted_machine(self, machine: Machine, runs: Mapping[str, Run]):
+    def fitted_machine(self, machine, runs):
         """The machine that a fit to these runs gives.
 
         parts.csv gets their predicted parts beside the measured ones.
@@ -383,7 +380,7 @@ class _Calibration:
             machine = replace(machine, cluster=replace(machine.cluster, device=device))
         return replace(machine, parameters=parameters)
 
-    def predictions(self, machine: Machine, runs: Sequence[PlannedRun]):
+    def predictions(self, machine, runs):
         """Predictions of runs, written before they are made.
 
         What was predicted of those made earlier stays.

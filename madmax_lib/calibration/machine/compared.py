@@ -91,7 +91,7 @@ def compared(prediction: pd.Series, run: Run) -> dict[str, object]:
     }
 
 
-def _shares(table: pd.DataFrame, which: str, total_s: float):
+def _shares(table, which, total_s):
     """Compute and exposed communication as shares of the time, and overlap.
 
     table: of `breakdown`, whose ranks are averaged.
@@ -110,14 +110,14 @@ def process_bytes(run: Run, machine: Machine) -> float:
     return _measured_bytes(run) - _predicted_bytes(case, allocated=True)
 
 
-def _predicted_bytes(case: Case, *, allocated: bool):
+def _predicted_bytes(case, *, allocated):
     """Bytes of the fullest rank; allocated: those of tensors alone."""
     names = ("sequence", "dtype", "global_batch", "software", "cluster")
     options = {name: getattr(case, name) for name in names}
     return peak_bytes(memory(case.model, case.plan, **options), allocated=allocated)
 
 
-def _measured_bytes(run: Run):
+def _measured_bytes(run):
     """Bytes of the fullest rank: allocated on a GPU, resident on a CPU."""
     if run.device_bytes > 0:
         return run.device_bytes

@@ -248,7 +248,7 @@ def parts_of(steps: Steps, parameters: Parameters) -> pd.DataFrame:
     return pd.DataFrame({name: times[name] for name in ("step_s", *_PARTS)})
 
 
-def _scale_of(steps: Steps, begin: Parameters):
+def _scale_of(steps, begin):
     """Constants where a fit begins, and those of them that these runs can tell.
 
     They move as logarithms and have no bounds: a machine may be as slow as it likes.

@@ -82,7 +82,7 @@ def write_page(directory: Path, machine: Machine) -> Path:
     return path
 
 
-def _results(results: pd.DataFrame):
+def _results(results):
     """Predicted / measured, side by side; inside: whether the interval held it."""
     table = results.filter(["inside"])
     for title, (name, factor, text) in _QUANTITIES.items():
@@ -97,6 +97,6 @@ def _results(results: pd.DataFrame):
     return table
 
 
-def _table(table: pd.DataFrame):
+def _table(table):
     # one rank has no overlap
     return table.replace(r"\bnan( %)?", "-", regex=True).to_html(border=0)

@@ -215,9 +215,7 @@ def expect(
     )
 
 
-def _measured_s(
-    case: Case, arguments: dict[str, float | None], timeline: Timeline | None
-):
+def _measured_s(case, arguments, timeline):
     """The argument that tells the step, and its seconds. Raises ValueError unless it is
     exactly one.
     """
@@ -250,7 +248,7 @@ def _measured_s(
     return name, float(seconds)
 
 
-def _reason(verdict: str, measured_s: float, outlook: Outlook, floor_s: float):
+def _reason(verdict, measured_s, outlook, floor_s):
     """The verdict's sentence."""
     predicted_s = outlook.predicted_s
     factor = outlook.factor
@@ -269,8 +267,12 @@ def _reason(verdict: str, measured_s: float, outlook: Outlook, floor_s: float):
             ", which is inside, but the prediction is only good to a factor of "
             f"{factor:.2f} either way"
         )
+    device = outlook.case.cluster.device
+    # torch's switch for it is easily forgotten
+    if outlook.case.dtype == "fp32" and "tf32" in device.peak_flops:
+        text += "; if torch was allowed to use TF32, name dtype tf32"
     if not outlook.row["fits"] and outlook.case.plan.offload is None:
-        device_gb = outlook.case.cluster.device.memory_bytes / 1e9
+        device_gb = device.memory_bytes / 1e9
         needed_gb = outlook.row["memory_bytes"] / 1e9
         text += f"; the plan should not fit: {needed_gb:.0f} GB of {device_gb:.0f} GB"
     return text
@@ -316,7 +318,7 @@ def nearest(case: Case) -> pd.DataFrame:
     return table[_COLUMNS].reset_index(drop=True)
 
 
-def _facts(case: Case):
+def _facts(case):
     return facts_of(case) | {
         "parameters": case.model.active_parameters,
         "devices": case.plan.world_size,

@@ -77,7 +77,7 @@ class _Cause(NamedTuple):
     step_s: float  # if so
 
 
-def _estimated(case: Case, parameters: Parameters):
+def _estimated(case, parameters):
     """The row that `estimate` gives a case."""
     names = ("global_batch", "sequence", "dtype", "software", "imbalance", "jitter")
     options = {name: getattr(case, name) for name in names}
@@ -135,7 +135,7 @@ def parts_of(
     return table.loc[order].reset_index(drop=True)
 
 
-def _traced(timeline: Timeline, case: Case):
+def _traced(timeline, case):
     """Seconds of each part in a step of a trace.
 
     What is neither compute nor exposed communication is waiting.
@@ -183,9 +183,7 @@ def causes(
     return table.head(_MOST)
 
 
-def _by_trace(
-    table: pd.DataFrame, outlook: Outlook, measured_s: float, timeline: Timeline
-):
+def _by_trace(table, outlook, measured_s, timeline):
     """Causes with the seconds of their parts, those first whose part is off."""
     parts = parts_of(outlook, measured_s, timeline)
     columns = ["part", "predicted_s", "measured_s"]
@@ -202,7 +200,7 @@ def _by_trace(
     return table
 
 
-def _misread(outlook: Outlook, source: str):
+def _misread(outlook, source):
     """Steps of a run as predicted whose number meant something else."""
     case = outlook.case
     predicted_s = outlook.predicted_s
@@ -232,7 +230,7 @@ def _misread(outlook: Outlook, source: str):
         yield _Cause("number", cause, predicted_s * count)
 
 
-def _changed(outlook: Outlook):
+def _changed(outlook):
     """Steps of changed runs, of those that can be laid out."""
     for part, cause, case in _changes(outlook.case):
         with warnings.catch_warnings():
@@ -244,7 +242,7 @@ def _changed(outlook: Outlook):
         yield _Cause(part, cause, float(row["step_s"]))
 
 
-def _changes(case: Case):
+def _changes(case):
     """Part, cause and changed case, the parts in turn."""
     yield from _changed_products(case)
     yield from _changed_communication(case)
@@ -261,11 +259,11 @@ def _changes(case: Case):
         yield "waiting", cause, replace(case, jitter=0.1)
 
 
-def _with_plan(case: Case, **changes):
+def _with_plan(case, **changes):
     return replace(case, plan=replace(case.plan, **changes))
 
 
-def _changed_products(case: Case):
+def _changed_products(case):
     """Changes of what devices compute, and how fast."""
     part = "matrix products"
     device = case.cluster.device
@@ -285,7 +283,7 @@ def _changed_products(case: Case):
         yield part, "weights are frozen (LoRA)", _with_plan(case, lora_rank=16)
 
 
-def _changed_communication(case: Case):
+def _changed_communication(case):
     """Changes of links, and of what their traffic hides under."""
     part = "communication"
     cluster = case.cluster

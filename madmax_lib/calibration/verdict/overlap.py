@@ -65,7 +65,7 @@ def overlap_errors(facts: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-def _row(raw: dict):
+def _row(raw):
     case = _case(raw, raw["plan"])
     measured = number_of(raw, "measured")
     predicted = _predicted(case, raw)
@@ -83,7 +83,7 @@ def _row(raw: dict):
     }
 
 
-def _case(raw: dict, plan: str):
+def _case(raw, plan):
     """The run of a row under a plan."""
     plan = Plan.parse(plan)
     device = catalog.device(raw["gpu"])
@@ -94,7 +94,7 @@ def _case(raw: dict, plan: str):
     return Case(model_of(raw), cluster, plan, batch, sequence, dtype, software)
 
 
-def _predicted(case: Case, raw: dict):
+def _predicted(case, raw):
     """The quantity of a row, of the simulated step."""
     # some traces show a stage's layers alone
     parts = _means(case, raw["traced"] == "layers")

@@ -65,7 +65,7 @@ def calibrate_rows(
     return machine
 
 
-def _machine(cases: pd.Series, parameters):
+def _machine(cases, parameters):
     """The largest of the rows' clusters, with the constants and their software."""
     largest = max(cases, key=lambda case: case.plan.world_size)
     before = shipped().constants

@@ -9,11 +9,12 @@ what profiles hold. In seconds:
     generator)
            + max gradient all-reduce + max optimizer + all-reduce of a table that first
            and last stage share
-    period = stage + 2 send
+    period = stage + 2 send, and 2 send of the stage before where messages wait for it
 
 A micro-batch takes a stage its passes and the message to the next stage and back. Under
 1F1B no period is longer: from any stage on, as many micro-batches as stages are left go
-round at once, each there and back. The plan is infeasible, its cost infinite, where a
+round at once, each there and back. Processes on CPUs slow each other down while they
+compute, by `PriceList.crowding` if all do. The plan is infeasible, its cost infinite, where a
 GPU lacks memory.
 """
 
@@ -91,6 +92,8 @@ class PlanCost:
     or batch, or that needs a profile there is not.
     """
 
+    least_layers = 1  # of a stage
+
     def __init__(self, plan: HeteroPlan, problem: HeteroProblem):
         self.plan = plan
         self.problem = problem
@@ -112,17 +115,25 @@ class PlanCost:
         """Terms of the cost in seconds, see the head of the module."""
         stages = self.stages
         batches = self.plan.batches
-        times_s = [self.stage_s(stage) for stage in stages]
+        times_s = np.array([self.stage_s(stage) for stage in stages])
         # activations go to the next stage, their gradients come back
-        pairs = zip(times_s, self.sends_s(), strict=True)
-        periods_s = [time_s + 2 * send_s for time_s, send_s in pairs]
+        sends_s = 2 * np.array(self.sends_s())
+        periods_s = times_s + sends_s
+        # Where messages wait for their receiver, a stage stops for those of the one
+        # before it too; the last of sends_s is 0.
+        longest_s = max(periods_s + self.prices.meets * np.roll(sends_s, 1))
         # 1F1B: the first micro-batch passes all stages, each other one follows a period
         # of the slowest stage later; what messages add to it is a term of its own
         execution_s = (batches - 1) * max(times_s) + sum(times_s)
+        passes_s = (batches - 1) * longest_s + sum(periods_s)
+        # While a process computes, this share of the others does:
+        #   (work of all / passes - 1) / others
+        work_s = batches * times_s @ self.plan.device_groups
+        busy = (work_s / passes_s - 1) / max(self.fleet.size - 1, 1)
         return {
-            "execution_s": execution_s,
+            "execution_s": execution_s * (1 + self.prices.crowding * busy),
             "sync_s": batches * self.sync_s(stages[-1]),
-            "send_s": (batches - 1) * max(periods_s) + sum(periods_s) - execution_s,
+            "send_s": passes_s - execution_s,
             "generator_s": batches * self.generator_s(stages[0]),
             "gradients_s": max(map(self.gradients_s, stages)),
             "tied_s": self.tied_s(stages[-1]) if len(stages) > 1 else 0.0,
@@ -194,23 +205,13 @@ class PlanCost:
                     f"stage {number}: tp={tp} reaches beyond a node, which "
                     "tp_in_node excludes"
                 )
-        self.check_layers()
-
-    def check_layers(self) -> None:
-        """Raises ValueError where a layer is in no stage, or a stage has no layer."""
-        cuts = list(self.plan.layer_partition)
+        cuts = list(plan.layer_partition)
         layers = self.prices.layers
-        if cuts[0] != 0 or cuts[-1] != layers:
-            raise ValueError(f"layer_partition {cuts} does not tile {layers} layers")
-        if any(end <= start for start, end in pairwise(cuts)):
-            raise ValueError(f"layer_partition {cuts} has a stage without layers")
-
-    def whole_optimizer_s(self, stage: PlacedStage) -> float:
-        """Update of the whole model on one GPU of the slowest type of a stage."""
-        return max(
-            self.prices.optimizer_s[self.fleet.types[kind]]
-            for kind in stage.distinct_types
-        )
+        if (cuts[0], cuts[-1]) != (0, layers) or min(np.diff(cuts)) < self.least_layers:
+            raise ValueError(
+                f"layer_partition {cuts} does not tile {layers} layers, embedding and "
+                f"head included, with {self.least_layers} or more a stage"
+            )
 
     def pieces(self, stage: PlacedStage, kind: int, samples: int) -> list[Price]:
         """Prices of the pieces of some samples on a type number at the degree and
@@ -270,7 +271,11 @@ class PlanCost:
     def optimizer_s(self, stage: PlacedStage) -> float:
         """Update of the layers of a stage: tp ranks share it, layers count alike."""
         share = stage.layer_count / self.prices.layers
-        return self.whole_optimizer_s(stage) / stage.tp * share
+        whole_s = max(
+            self.prices.optimizer_s[self.fleet.types[kind]]
+            for kind in stage.distinct_types
+        )
+        return whole_s / stage.tp * share
 
     def _placed(self, number, start, end):
         plan = self.plan

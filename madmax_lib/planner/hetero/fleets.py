@@ -28,6 +28,7 @@ from madmax_lib.planner.hetero.model import nodes_of, simulated_prices
 from madmax_lib.planner.hetero.nodes import Node, load_cluster
 from madmax_lib.planner.hetero.prices import PriceList, prices_of
 from madmax_lib.planner.hetero.profiles import Profiles, load_profiles
+from madmax_lib.simulator.memory.states import width_of
 
 _EVERY_ORDER = 24  # orders of nodes up to which all are tried: those of four types
 # fields of a Node that are equal in a type
@@ -370,7 +371,12 @@ def problem(
         case = Case(model, None, Plan(), global_batch, sequence, dtype)
         prices = simulated_prices(case, types, **options)
         # simulated groups of tp are those of a node, as their prices
-        usual = {"hidden": hidden, "sequence": case.sequence, "tp_in_node": True}
+        usual = {
+            "hidden": hidden,
+            "sequence": case.sequence,
+            "bytes_per_element": width_of(case.dtype),
+            "tp_in_node": True,
+        }
         rules = usual | rules
     checked_rules = CostRules(global_batch, **rules)
     if layers is not None and layers != prices.layers:

@@ -65,7 +65,8 @@ def simulated_prices(
         way, tp, batch = map(np.array, zip(*keys, strict=True))
         plans = Plans(tp=tp, recompute=way, micro_batch=batch)
         dtype = cluster.device.nearest(case.dtype)
-        here = replace(case, cluster=cluster, plan=plans, global_batch=1, dtype=dtype)
+        where = {"cluster": cluster, "software": parameters.software}
+        here = replace(case, **where, plan=plans, global_batch=1, dtype=dtype)
         pieces = layer_costs(Steps.of(here), parameters)
         seconds = passes_s(pieces)
         memory = _memory_bytes(replace(case, plan=plans))
@@ -79,7 +80,14 @@ def simulated_prices(
         # the first plan has tp 1, so it owns the whole model
         owned = pieces.stage.owned(pieces.prices)
         optimizer_s[name] = float(pieces.prices.update_s(owned)[0])
-    return PriceList(table, *gradients_of(model, pieces.prices), optimizer_s)
+    return PriceList(
+        table,
+        *gradients_of(model, pieces.prices),
+        optimizer_s,
+        meets=any(one.device.family == "cpu" for one in clusters.values()),
+        # layers are priced for a process alone
+        crowding=1 / parameters.constants["alone"] - 1,
+    )
 
 
 def passes_s(pieces: LayerCosts) -> np.ndarray:

@@ -28,19 +28,19 @@ import pandas as pd
 from madmax_lib.base.atomic import write_text
 from madmax_lib.base.fields import is_whole, require_number, require_type
 from madmax_lib.base.progress import bar
-from madmax_lib.plan import Plan
 from madmax_lib.planner.hetero.costs import PlanCost
 from madmax_lib.planner.hetero.fleets import HeteroProblem, fleets, problem_from
 from madmax_lib.planner.hetero.prices import MB_BYTES
 from madmax_lib.planner.hetero.stage_plan import HeteroPlan
 from madmax_lib.planner.hetero.stages import Grid
-from madmax_lib.planner.hetero.sweep import OPEN, Sweeper
+from madmax_lib.planner.hetero.sweep import Sweeper
 from madmax_lib.planner.hetero.thresholds import Search
 from madmax_lib.simulator.costs.schedules import turns
 from madmax_lib.simulator.events.engine import Program, Stream, to_timeline
 from madmax_lib.timeline import Meta, Timeline
 
 _MOST_STAGES = 8  # in a repr
+_IN_REPR = ["gpus", "types", "dp", "tp", "first_layer", "layers", "stage_ms"]
 # share of forward and backward together: the backward pass multiplies twice as much
 _FORWARD = 1 / 3
 _FLOAT = "{:.4g}".format
@@ -52,14 +52,12 @@ class Planned:
 
     costs: the plan, its problem, and what it is charged for in seconds.
     bound_ms: no plan of the search space costs less.
-    gap: share of the cost between the two.
     stopped: whether the search was interrupted.
     sweeps: effort of the search.
     """
 
     costs: PlanCost
     bound_ms: float = 0.0
-    gap: float = 1.0
     stopped: bool = False
     sweeps: int = 0
 
@@ -71,7 +69,6 @@ class Planned:
 
     def __repr__(self):
         samples = self.problem.rules.global_batch
-        stages = self.stages
         batches = self.plan.batches
         layers = self.problem.prices.layers
         headline = (
@@ -84,21 +81,9 @@ class Planned:
             headline += f"; the cheapest is at most {self.gap:.2%} below"
         if self.stopped:
             headline += "; interrupted, the best so far"
-        lines = [headline]
-        for row in stages[:_MOST_STAGES].itertuples():
-            last_layer = row.first_layer + row.layers - 1
-            lines.append(
-                f"stage {row.stage}: {row.gpus} x {row.types}, dp {row.dp} tp {row.tp}, "
-                f"layers {row.first_layer} to {last_layer}, {row.stage_ms:.3g} ms"
-            )
-        if len(stages) > _MOST_STAGES:
-            lines.append(f"... and {len(stages) - _MOST_STAGES} more stages (.stages)")
-        return "\n".join(lines)
-
-    def _repr_html_(self):
-        headline = repr(self).splitlines()[0]
-        table = self.stages.to_html(index=False, border=0, float_format=_FLOAT)
-        return f"<p>{headline}</p>{table}"
+        table = self.stages[_IN_REPR]
+        text = table.to_string(index=False, float_format=_FLOAT, max_rows=_MOST_STAGES)
+        return f"{headline}\n{text}"
 
     @property
     def plan(self) -> HeteroPlan:
@@ -114,6 +99,11 @@ class Planned:
     def cost_ms(self) -> float:
         """Cost of the plan, as `cost` gives it."""
         return 1e3 * self.costs.total_s()
+
+    @property
+    def gap(self) -> float:
+        """Share of the cost that a better plan could save at most."""
+        return 1 - self.bound_ms / self.cost_ms
 
     @cached_property
     def terms(self) -> dict[str, float]:
@@ -193,21 +183,15 @@ def cost(
 def as_json(planned: Planned) -> dict:
     """The plan for a launcher, plain values.
 
-    stages: ranks with the types of their GPUs, degrees, layers (first, end), samples of
-    a micro-batch that each replica takes, and `plan`, the text of the stage's own
-    `Plan`. Ranks count GPUs in the order of node_sequence.
+    stages: ranks with the types of their GPUs, degrees, layers (first, end), and samples
+    of a micro-batch that each replica takes. Ranks count GPUs in the order of
+    node_sequence.
     """
     plan = planned.plan
     fleet = planned.costs.fleet
     stages = []
     for number, stage in enumerate(planned.costs.stages):
         ranks = list(range(stage.start, stage.end))
-        stage_plan = Plan(
-            dp=stage.dp,
-            tp=stage.tp,
-            micro_batch=max(stage.samples),
-            recompute=stage.recompute,
-        )
         stages.append(
             {
                 "stage": number,
@@ -218,7 +202,6 @@ def as_json(planned: Planned) -> dict:
                 "recompute": stage.recompute,
                 "layers": [stage.layers.start, stage.layers.stop],
                 "samples": stage.samples,
-                "plan": str(stage_plan),
             }
         )
     return {
@@ -297,6 +280,8 @@ def _add_passes(program, planned):
             load = ("other", "batch generator", generator_s)
             program.op(Stream.COMPUTE, *load, rank=rank)
         pass_s = times_s[number] * (_FORWARD if forward else 1 - _FORWARD)
+        if not forward and number == pp - 1:
+            pass_s += sync_s  # the end of all passes of a micro-batch
         after = [sends[message]] if message else []
         work = ("compute", f"{direction} {batch}", pass_s, after)
         last[number] = program.op(Stream.COMPUTE, *work, rank=rank)
@@ -307,9 +292,6 @@ def _add_passes(program, planned):
             sends[number, slot] = program.op(
                 Stream.PIPELINE, *send, rank=rank, group="pp"
             )
-        if not forward and number == pp - 1 and sync_s:
-            end = ("other", "end of pass", sync_s)
-            last[number] = program.op(Stream.COMPUTE, *end, rank=rank)
     return last
 
 
@@ -356,13 +338,12 @@ def plan(
     if best.chain is None:
         if best.stopped:
             raise KeyboardInterrupt("interrupted before a first plan was found")
-        raise ValueError(_reason(problem, grid))
+        raise ValueError(_reason(problem, grid, gap))
     costs = PlanCost(best.chain.plan, problem)
     return Planned(
         costs,
         # rounding may put the bound a bit above the cost
         bound_ms=1e3 * min(best.bound_s, costs.total_s()),
-        gap=best.gap,
         stopped=best.stopped,
         sweeps=best.sweeps,
     )
@@ -438,17 +419,13 @@ def _search(problem, grid, gap, progress, *, deep):
         return Search(spaces, gap, tick).run()
 
 
-def _reason(problem, grid):
-    """Why no plan is feasible: the plan that lacks the least memory and where, or that
-    none is covered at all.
+def _reason(problem, grid, gap):
+    """Why no plan is feasible: what memory the fastest plan lacks and where, or that none
+    is covered at all.
     """
-    chains = []
-    for space in problem.spaces():
-        # the plan whose fullest GPU lacks the least bytes
-        sweeper = Sweeper(problem, grid, *space, lacking=True)
-        if chain := sweeper.chain(OPEN, bottleneck=True):
-            chains.append(chain)
-    if not chains:
+    rules = replace(problem.rules, memory_factor=0)
+    best = _search(replace(problem, rules=rules), grid, gap, False, deep=False)
+    if best.chain is None:
         prices = problem.prices
         names = sorted({key[0] for key in prices.table})
         there = ". ".join(f"{name}: {prices.covered(name)}" for name in names)
@@ -456,14 +433,13 @@ def _reason(problem, grid):
             "no feasible plan: no groups, degrees and micro-batches are covered "
             f"by the profiles ({there})"
         )
-    nearest = min(chains, key=lambda chain: chain.total).plan
-    table = PlanCost(nearest, problem).memory_table()
+    fastest = best.chain.plan
+    table = PlanCost(fastest, problem).memory_table()
     worst = table.loc[(table["used_bytes"] - table["capacity_bytes"]).idxmax()]
     lacking_bytes = worst["used_bytes"] - worst["capacity_bytes"]
     return (
-        f"no feasible plan: at least {lacking_bytes:.0f} bytes "
-        f"({lacking_bytes / MB_BYTES:.0f} MB) are missing on a "
+        f"no feasible plan: the fastest lacks {lacking_bytes / MB_BYTES:.0f} MB on a "
         f"{worst['device']} of {worst['capacity_bytes'] / MB_BYTES:.0f} MB, in stage "
         f"{worst['stage']} of "
-        f"{len(nearest.device_groups)} with {nearest.batches} micro-batches"
+        f"{len(fastest.device_groups)} with {fastest.batches} micro-batches"
     )

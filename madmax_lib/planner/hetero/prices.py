@@ -43,6 +43,10 @@ class PriceList:
     # reduce them
     tied_bytes: float
     optimizer_s: Mapping[str, float]  # update of the whole model on one GPU, by type
+    # whether a message waits for its receiver, as Gloo's do between CPUs
+    meets: bool = False
+    # share by which a process computes longer while all others compute on the same cores
+    crowding: float = 0.0
     # the (tp, recompute) with a price on some type, in order
     ways: tuple[tuple[int, str], ...] = field(init=False)
 

@@ -66,22 +66,17 @@ class HeteroPlan:
         for name in cls.__dataclass_fields__:
             if name not in plan and name != "recompute":
                 raise ValueError(f"the plan has no {name}")
+
+        def counts(name, values, least=1):
+            return tuple(require_int(name, value, least) for value in values)
+
         try:
             return cls(
                 node_sequence=tuple(map(str, plan["node_sequence"])),
-                device_groups=tuple(
-                    require_int("device_groups", gpus, 1)
-                    for gpus in plan["device_groups"]
-                ),
-                strategies=tuple(
-                    (require_int("dp", dp, 1), require_int("tp", tp, 1))
-                    for dp, tp in plan["strategies"]
-                ),
+                device_groups=counts("device_groups", plan["device_groups"]),
+                strategies=tuple(counts("dp, tp", pair) for pair in plan["strategies"]),
                 batches=require_int("batches", plan["batches"], 1),
-                layer_partition=tuple(
-                    require_int("layer_partition", cut)
-                    for cut in plan["layer_partition"]
-                ),
+                layer_partition=counts("layer_partition", plan["layer_partition"], 0),
                 recompute=tuple(map(str, plan.get("recompute", ()))),
             )
         except TypeError as error:

@@ -373,13 +373,9 @@ class StageTable:
         generator_s = sum(piece.generator_s for piece in pieces)
         return _ReplicaSums(True, *states, live_bytes, layer_s, sync_s, generator_s)
 
-    def stages(
-        self, where: str, in_flight: int = 1, *, lacking: bool = False
-    ) -> SliceStages:
+    def stages(self, where: str, in_flight: int = 1) -> SliceStages:
         """Stages over the middle, first or last slices or the whole model, with
         micro-batches in flight.
-
-        lacking: in place of times, bytes that the fullest GPU lacks.
         """
         grid = self.grid
         rows = getattr(self.grid, where)
@@ -396,11 +392,8 @@ class StageTable:
         forms = self.forms[entry]
         sums = self._sums
         unpriced = ~sums["priced"][forms].all(axis=1)
-        missing_bytes = self._missing_bytes(forms, rows, in_flight)
         time_s = _largest(_slices(sums["layer_s"], rows), forms)
-        time_s = np.where(missing_bytes > 0, np.inf, time_s)
-        if lacking:
-            time_s = missing_bytes
+        time_s[self._is_short(forms, rows, in_flight)] = np.inf
         time_s[unpriced] = np.inf
         extra_s = np.zeros(len(entry))
         for name, counts in (("generator_s", begins), ("sync_s", ends)):
@@ -416,17 +409,17 @@ class StageTable:
         parts = (time_s, *self._updates_s(entry, rows))
         return SliceStages(entry, classes, starts, parts, extra_s)
 
-    def _missing_bytes(self, forms, rows, in_flight):
-        """(entries, rows) what the fullest GPU of a stage lacks."""
+    def _is_short(self, forms, rows, in_flight):
+        """(entries, rows) whether the fullest GPU of a stage lacks memory."""
         factor = self.rules.memory_factor
         sums = self._sums
         if not factor:
-            return np.zeros((len(forms), rows.shape[1]))
+            return np.zeros((len(forms), rows.shape[1]), bool)
         # (codes, rows) of slices, and (codes, 1) of what layers do not change
         layer_bytes = sums["memory_bytes"] + in_flight * sums["live_bytes"]
         gpu_bytes = _slices(layer_bytes, rows) + sums["base_bytes"][:, None]
         missing_bytes = factor * gpu_bytes - sums["capacity_bytes"][:, None]
-        return np.maximum(_largest(missing_bytes, forms), 0.0)
+        return _largest(missing_bytes, forms) > 0
 
     def _updates_s(self, entry, rows):
         """Gradient all-reduce and optimizer of entries over slices."""

@@ -4,9 +4,8 @@ the last stage.
     least(x, p, k) = min over stages (n, y, way) at rank p of  stage + 2 send(k') +
     least(y, p + n, k')
 
-k is what the stage before must know of this one (`StageTable.kind`). With a maximum in
-place of the sum the same sweep gives the least bottleneck. Where activations in flight
-count, the state also has the number of stages left.
+k is what the stage before must know of this one (`StageTable.kind`). Where activations
+in flight count, the state also has the number of stages left.
 """
 
 import math
@@ -20,7 +19,7 @@ from madmax_lib.planner.hetero.fleets import Fleet, HeteroProblem
 from madmax_lib.planner.hetero.stage_plan import HeteroPlan
 from madmax_lib.planner.hetero.stages import Grid, StageTable
 
-OPEN = (math.inf, math.inf, math.inf)  # no threshold for any part
+_OPEN = (math.inf, math.inf, math.inf)  # no threshold for any part
 _NONE = (0.0, 0.0, 0.0)
 
 
@@ -28,7 +27,7 @@ _NONE = (0.0, 0.0, 0.0)
 class Chain:
     """Stages from the first layer to the last."""
 
-    total: float  # what the sweep added up, or the largest of it
+    total: float  # what the sweep added up
     # (3,) seconds of period, gradient all-reduce and optimizer, of the slowest stages
     largest: np.ndarray
     # (3,) of these over layers, of every stage at least what the sweep took for the
@@ -80,7 +79,6 @@ class Sweeper:
     types.
 
     levels: stages left that are told apart, 1 where activations in flight do not count.
-    lacking: missing memory in place of times.
     """
 
     def __init__(
@@ -90,20 +88,18 @@ class Sweeper:
         batches: int,
         fleet: Fleet,
         levels=1,
-        *,
-        lacking=False,
     ):
         self.table = StageTable(problem, fleet, batches, grid)
         self.levels = levels
         self.stages = {
-            (where, level): self.table.stages(where, level + 1, lacking=lacking)
+            (where, level): self.table.stages(where, level + 1)
             for level in range(levels)
             for where in ("first", "middle", "last", "single")
             if level == 0 or where != "single"
         }
         self.sends_s = {}
         for (where, level), stages in self.stages.items():
-            sends = where in ("first", "middle") and not lacking
+            sends = where in ("first", "middle")
             # there and back, (kinds, entries, 1) beside rows of slices
             send_s = 2 * self.table.send_s(stages.entry)[:, :, None]
             self.sends_s[where, level] = send_s * sends
@@ -121,14 +117,12 @@ class Sweeper:
 
     def chain(
         self,
-        high=OPEN,
+        high=_OPEN,
         low=_NONE,
         weights=_NONE,
-        *,
-        bottleneck: bool = False,
     ) -> Chain | None:
-        """The chain of least total, or longest period, of those whose parts are at most
-        high; None if there is none.
+        """The chain of least total of those whose parts are at most high; None if there
+        is none.
 
         The total has weights times the mean of each part over layers, of every stage at
         least low. So it bounds from below what chains cost whose largest parts lie
@@ -141,25 +135,22 @@ class Sweeper:
             # (kinds, entries, rows)
             period_s = np.where(inside, time_s, np.inf) + self.sends_s[key]
             np.putmask(period_s, period_s > high[0], np.inf)
-            if not bottleneck:
-                begin, end = getattr(self.table.grid, key[0])
-                share = (end - begin) / self.table.grid.layers
-                parts = (period_s, gradients_s, optimizer_s)
-                means_s = sum(
-                    weight * np.maximum(part, least)
-                    for weight, part, least in zip(weights, parts, low, strict=True)
-                    if weight
-                )
-                # (entries, 1): what a stage costs once, whatever its slice
-                period_s = period_s + share * means_s + stages.extra_s[:, None]
-            values[key] = period_s
-        combine = np.maximum if bottleneck else np.add
-        state = self._descend(values, combine)
+            begin, end = getattr(self.table.grid, key[0])
+            share = (end - begin) / self.table.grid.layers
+            parts = (period_s, gradients_s, optimizer_s)
+            means_s = sum(
+                weight * np.maximum(part, least)
+                for weight, part, least in zip(weights, parts, low, strict=True)
+                if weight
+            )
+            # (entries, 1): what a stage costs once, whatever its slice
+            values[key] = period_s + share * means_s + stages.extra_s[:, None]
+        state = self._descend(values)
         if not np.isfinite(state.total):
             return None
-        return self._path(state, values, combine, low)
+        return self._path(state, values, low)
 
-    def _descend(self, values, combine):
+    def _descend(self, values):
         """Least totals of chains from every layer and place to the end, by level."""
         grid = self.table.grid
         kind = self.table.kind
@@ -186,12 +177,10 @@ class Sweeper:
                 for source in self._sources(level) if rows.size else ():
                     # a stage to layer y meets the best chain from y on
                     ahead = reach[source][:, next_layers, :, : rows.shape[3]]
-                    self._improve(least[level][:, x], combine(rows, ahead))
+                    self._improve(least[level][:, x], rows + ahead)
                 reach[level][:, x] = least[level][:, x][:, self.ahead]
         starts = {
-            (level, source): combine(
-                ends.first[level], reach[source][:, 1:layers, :, 0]
-            )
+            (level, source): ends.first[level] + reach[source][:, 1:layers, :, 0]
             for level in levels
             for source in self._sources(level)
         }
@@ -255,7 +244,7 @@ class Sweeper:
             sources.append(level - 1)
         return tuple(sources)
 
-    def _path(self, state, values, combine, low):
+    def _path(self, state, values, low):
         """The chain behind a total: at each stage the option of least value, the first
         on ties.
         """
@@ -274,7 +263,7 @@ class Sweeper:
                 break
             begin = option.end
             position += int(self.table.grid.steps[option.size])
-            option = self._next_option(state, option, position, combine)
+            option = self._next_option(state, option, position)
         mean = np.diff(cuts) / cuts[-1] @ np.maximum(parts, low)
         plan = self._plan(cuts, entries)
         return Chain(state.total, np.max(parts, axis=0), mean, plan)
@@ -290,7 +279,7 @@ class Sweeper:
                 answer = _Option("first", level, kind, row + 1, size, source)
         return answer
 
-    def _next_option(self, state, before, position, combine):
+    def _next_option(self, state, before, position):
         """The stage after one, which begins where that ends."""
         grid = self.table.grid
         level = before.next_level
@@ -311,7 +300,7 @@ class Sweeper:
         rows = middle[:, first_row : first_row + count, :, position]
         next_layers = slice(begin + 1, begin + 1 + rows.shape[1])
         for source in self._sources(level) if rows.size else ():
-            sums = combine(rows, state.reach[source][:, next_layers, :, position])
+            sums = rows + state.reach[source][:, next_layers, :, position]
             options = np.where(of_kind, sums, np.inf)
             if options.min() < best:
                 best = options.min()

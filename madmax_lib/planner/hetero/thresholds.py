@@ -66,13 +66,6 @@ class Search:
         self._cache: dict[int, Sweeper] = {}  # by space, the latest used last
         self._queue: list[_Box] = []
 
-    @property
-    def gap(self) -> float:
-        """Share of the cost that a better plan could save at most."""
-        if not np.isfinite(self.cost_s):
-            return np.inf
-        return max(self.cost_s - self.bound_s, 0.0) / self.cost_s
-
     def run(self) -> Search:
         """Search, and the search itself."""
         try:

@@ -310,12 +310,11 @@ def _first_in_time(job, days, sure, costs):
         late = row["days"] * np.exp(norm.ppf(sure) * _sigma(row)) / days
         if late <= 1:
             return rows
-        reason = (
-            f"{count:,} take {row['days']:.3g} days of {row['global_batch']:,} samples "
-            "a step"
-        )
         fastest = tuple(stack for stack in job.stacks if stack.name == row["stacks"])
         job = replace(job, stacks=fastest)
+    if rows:
+        row = min(rows, key=lambda row: row["days"])
+        reason = f"the fastest, {row['devices']:,}, take {row['days']:,.0f} days"
     raise ValueError(
         f"no number of devices up to {counts[-1]:,} is in time: {reason}; a larger "
         "batch may help"

@@ -27,7 +27,8 @@ class _Source:
     """A real dataset, a row of data/run_datasets.csv."""
 
     path: str = ""  # its name in Hugging Face's hub
-    columns: tuple[str, ...] = ()  # image and label, or text, or question and answer
+    # image and label, or text, or parts of the question and answer
+    columns: tuple[str, ...] = ()
     splits: tuple[str, ...] = ()  # training and validation part; one name alone is cut
     classes: int = 0  # labels of images, 0 for text
     config: str = ""  # variant of the dataset, "" for its only one
@@ -147,13 +148,18 @@ def _tables(name, source, allow_download):
 def _texts(noun, table, source):
     columns = [table[column][:] for column in source.columns]
     if source.answers:
-        labels = _labels(noun, columns[1], len(source.answers))
-        columns[1] = [source.answers[label] for label in labels]
+        labels = _labels(noun, columns[-1], len(source.answers))
+        columns[-1] = [source.answers[label] for label in labels]
     for name, column in zip(source.columns, columns, strict=True):
         for number, text in enumerate(column):
             if not isinstance(text, str):
                 raise ValueError(f"{noun}: {name} of sample {number} is no text")
-    return columns[0] if len(columns) == 1 else list(zip(*columns, strict=True))
+    *asked, answers = columns
+    if not asked:
+        return answers
+    # a question of two sentences, such as a premise and a hypothesis, has two lines
+    questions = map("\n".join, zip(*asked, strict=True))
+    return list(zip(questions, answers, strict=True))
 
 
 def _labels(noun, labels, count):

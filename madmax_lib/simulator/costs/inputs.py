@@ -16,7 +16,6 @@ import numpy as np
 
 from madmax_lib.catalog.hardware import Device
 from madmax_lib.catalog.kernel_rates import kernel_rates
-from madmax_lib.catalog.models import Link
 from madmax_lib.plan.case import Case
 from madmax_lib.plan.columns import Plans
 from madmax_lib.simulator.costs.rows import map_leaves
@@ -198,7 +197,7 @@ class Steps:
         return np.maximum(count / rounds, pp)
 
 
-def _hardware(case: Case):
+def _hardware(case):
     """Hardware of a case."""
     cluster = case.cluster
     device = cluster.device
@@ -265,10 +264,11 @@ def _mean_rate(device, operation, dtype, name):
     return float(np.exp(np.mean([np.log(getattr(rate, name)) for rate in rates])))
 
 
-def _link_class(link: Link):
+def _link_class(link):
     """Class of constants of a link: the first word of its name, such as nvlink4, pcie,
     ib or efa.
 
+    >>> from madmax_lib.catalog import Link
     >>> _link_class(Link("pcie4-per-gpu", 1.0)), _link_class(Link("ib-ndr-400-per-gpu", 1.0))
     ('pcie', 'ib')
     """
@@ -279,7 +279,7 @@ def _link_class(link: Link):
     return word.rstrip("0123456789") + "-host" * through_host
 
 
-def _traits(case: Case):
+def _traits(case):
     """Traits of the software of a case: what the plan sets, else what the software
     does.
     """
@@ -331,7 +331,7 @@ def _traits(case: Case):
     )
 
 
-def _stacked(items: list):
+def _stacked(items):
     """Value like each of the items, with the numbers of all as arrays, (n,)."""
     first = items[0]
     if isinstance(first, ClassColumn):

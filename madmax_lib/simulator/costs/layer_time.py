@@ -15,7 +15,7 @@ import numpy as np
 
 from madmax_lib.simulator.costs.prices import CAUSES, Prices, add
 from madmax_lib.simulator.costs.rows import map_leaves
-from madmax_lib.simulator.layers.ops import Block, Comm
+from madmax_lib.simulator.layers.ops import Block
 from madmax_lib.simulator.layers.work import any_nonzero
 from madmax_lib.simulator.rates.compute import Number
 
@@ -94,7 +94,7 @@ def _rejoin_attention(blocks, waits, computed, prices):
         computed[into] = _BlockTime(*(a_s + is_one * b_s for a_s, b_s in pairs))
 
 
-def _computed(priced: list[dict], waits: list[dict[str, Number]], prices: Prices):
+def _computed(priced, waits, prices):
     """Compute of each block beside which its collectives run, and wgrad of the layer."""
     times = []
     weight_s = 0.0
@@ -136,7 +136,7 @@ def with_spare_compute(
     ]
 
 
-def _add_host(forward: dict, backward: dict, blocks: Sequence[Block], prices: Prices):
+def _add_host(forward, backward, blocks, prices):
     """Add launches on a CPU, which computes itself; on a GPU waits for a host that
     counts of tokens have stopped.
     """
@@ -163,7 +163,7 @@ def mean(first, second, share: Number):
     )
 
 
-def _collectives_s(comms: tuple[Comm, ...], prices: Prices):
+def _collectives_s(comms, prices):
     """Seconds of collectives by group."""
     result = {}
     for comm in comms:
@@ -173,7 +173,7 @@ def _collectives_s(comms: tuple[Comm, ...], prices: Prices):
     return result
 
 
-def _exposed(waits_s: dict[str, Number], prices: Prices, compute_s: Number):
+def _exposed(waits_s, prices, compute_s):
     """Seconds of a block's collectives that no compute of it hides, by part:
 
     exposed = T - min(hidden_share T, T_compute)
@@ -186,7 +186,7 @@ def _exposed(waits_s: dict[str, Number], prices: Prices, compute_s: Number):
     return result
 
 
-def _ring_s(block: Block, prices: Prices, compute_s: Number, *, returns=False):
+def _ring_s(block, prices, compute_s, *, returns=False):
     """Seconds for which attention in cp steps waits for keys and values on their way
     round the ring; returns: their gradients travel too.
     """

@@ -148,7 +148,7 @@ class LinkPrices:
         slow_wire = np.minimum(_WIRE_SHARE * rate, sockets / machine.node)
         return _Network(1 / np.maximum(share * rate, slow_wire), call_s, hop_s)
 
-    def _far_byte_s(self, group: Group):
+    def _far_byte_s(self, group):
         """Seconds per byte of the network that a group has; above a leaf switch it may
         be oversubscribed.
         """
@@ -158,7 +158,7 @@ class LinkPrices:
         is_above = group.ranks * group.stride > machine.leaf
         return self._network.byte_s * np.where(is_above, machine.oversubscription, 1.0)
 
-    def _exchange_byte_s(self, group: Group):
+    def _exchange_byte_s(self, group):
         """Seconds per byte of an all-to-all; a token goes once to a device, or node,
         with several of its experts where software does so.
         """
@@ -181,7 +181,7 @@ class LinkPrices:
         far = far * fewer / share
         return copies * exchange(group.ranks, group.in_node, near / share, far)
 
-    def _rescaled(self, kind: str, group: Group, size_bytes: Number):
+    def _rescaled(self, kind, group, size_bytes):
         """Time of a call here over that on the links where collectives were measured,
         both by the formulas.
         """

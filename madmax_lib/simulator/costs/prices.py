@@ -289,7 +289,7 @@ def add(
         seconds[cause] = seconds.get(cause, 0.0) + share * part
 
 
-def _cause(op: Op):
+def _cause(op):
     if op.core:
         return "attention_s"
     return "gemm_s" if op.kind in ("gemm", "delta_rule") else "pointwise_s"

@@ -12,7 +12,7 @@ A `Transfer` applies to some plans of an array: the event engine issues those th
 to its plan, one after another, the steady form sums what they cost.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -68,7 +68,7 @@ class Transfer:
     calls: Number = 1.0
 
 
-def _transfers_s(transfers: Iterable[Transfer], parameters: Number, prices: Prices):
+def _transfers_s(transfers, parameters, prices):
     """Seconds of transfers of so many parameters, one after another."""
     seconds = 0.0
     for one in transfers:

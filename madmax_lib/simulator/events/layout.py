@@ -1,4 +1,4 @@
-"""Program of a with_weights step: passes of all stages and micro-batches, gradients, optimizer.
+"""Program of a whole step: passes of all stages and micro-batches, gradients, optimizer.
 
 One rank per pipeline stage with in-order streams. Every pass of a chunk issues the same
 ops, so each kind of pass is laid out once (`pass_builder`) and then issued for its

@@ -52,7 +52,7 @@ class PassBuilder:
         first: the first pass of a step, under which ZeRO-1/2 gather.
         """
         gathered = self._gathers(pass_, blocks, "forward", first)
-        previous = self._switch(pass_, blocks[0], gathered)
+        previous = self._switch(pass_, blocks[:1], gathered)
         exchanged = []  # rows of looked-up tables
         for unit in units_of(blocks):
             for block in unit:
@@ -77,7 +77,7 @@ class PassBuilder:
         gathered = self._gathers(pass_, blocks[::-1], "backward", False)
         reduce = self.sharding.reducer(pass_, last)
         table = next((block for block in blocks if block.table), None)
-        previous = self._switch(pass_, blocks[-1], gathered)
+        previous = self._switch(pass_, blocks[-1:], gathered)
         exchanged = []
         launches = 2 + float(self.prices.repeats)  # dgrad, wgrad, recompute
         for unit in units_of(blocks)[::-1]:
@@ -108,13 +108,14 @@ class PassBuilder:
                     )
         return previous
 
-    def _switch(self, pass_, block, gathered):
-        """The start of a pass: what its first block waits for."""
+    def _switch(self, pass_, first, gathered):
+        """The start of a pass: what its first block waits for, if it has any."""
         before = [MESSAGE, BEFORE]
         switch_s = float(self.prices.switch_s)
         if not switch_s:
             return before
-        gathered(block, before)  # weights do not wait for the switch
+        for block in first:  # weights do not wait for the switch
+            gathered(block, before)
         pass_.last = pass_.op(Stream.COMPUTE, "idle", "switch", switch_s, before)
         return [pass_.last]
 
@@ -315,7 +316,7 @@ class PassBuilder:
             traffic.backward_s + (1 - split) * reduce_s,
             split * reduce_s,
         )
-        # contention lasts for the with_weights pass, its seconds are spread over compute
+        # contention lasts for the whole pass, its seconds are spread over compute
         causes = (*CAUSES, "launch_s") if self.on_host else CAUSES
         forward_s, backward_s = time.passes_s
         weight_s = split * time.weight_s

@@ -75,7 +75,7 @@ def with_waits(
     return result
 
 
-def _nested_ranks(steps: Steps, times: Parts):
+def _nested_ranks(steps, times):
     """Ranks of each group."""
     plan = steps.plan
     pp = plan.pp
@@ -102,6 +102,6 @@ def _nested_ranks(steps: Steps, times: Parts):
     )
 
 
-def _harmonic(count: Number):
+def _harmonic(count):
     """1 + 1/2 + ... + 1/count."""
     return digamma(count + 1.0) + np.euler_gamma

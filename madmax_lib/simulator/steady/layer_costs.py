@@ -112,7 +112,7 @@ def layer_costs(steps: Steps, parameters: Parameters) -> LayerCosts:
     )
 
 
-def _passes_of_rows(steps: Steps, parameters: Parameters):
+def _passes_of_rows(steps, parameters):
     """Passes of rows: of a table once for those alike, and in groups of rows that are
     made of the same blocks (with experts, exchanged or not, and with cp).
     """
@@ -132,7 +132,7 @@ def _passes_of_rows(steps: Steps, parameters: Parameters):
     groups = [np.flatnonzero(codes == code) for code in np.unique(codes)]
     passes = [_passes(Prices(steps[rows[group]], parameters)) for group in groups]
 
-    def joined(*parts: Number):
+    def joined(*parts):
         """Numbers of all groups in the order of rows; earlier axes are machines."""
         machines = np.broadcast_shapes(*(np.shape(part)[:-1] for part in parts))
         result = np.empty((*machines, len(rows)))
@@ -144,7 +144,7 @@ def _passes_of_rows(steps: Steps, parameters: Parameters):
     return take_rows(joint, index)
 
 
-def _passes(prices: Prices):
+def _passes(prices):
     """Passes of steps that are made of the same blocks."""
     work = prices.steps.work
     shape = work.shape
@@ -172,7 +172,7 @@ def _passes(prices: Prices):
     return _Passes(layer, dense, *ends, kinds)
 
 
-def _kind(prices: Prices, word: Blocks):
+def _kind(prices, word):
     """A layer of a kind; steps with and without exchanges of tokens may stand beside
     each other.
     """
@@ -184,7 +184,7 @@ def _kind(prices: Prices, word: Blocks):
     return mean(*costs, exchanged) if len(costs) > 1 else costs[0]
 
 
-def _mean_layer(prices: Prices, word: Blocks, *, exchanged: bool):
+def _mean_layer(prices, word, *, exchanged):
     """A layer; where some attend to a window, the mean of both kinds."""
     work = prices.steps.work
     blocks = layer_blocks(work, 0, word, exchanged=exchanged)

@@ -38,7 +38,7 @@ def bubble_s(steps: Steps, costs: LayerCosts, stages: Stages) -> Number:
     return bubble
 
 
-def _interleaved_bubble_s(steps: Steps, stages: Stages, bubble: Number):
+def _interleaved_bubble_s(steps, stages, bubble):
     """Bubble where chunks interleave, from that of whole stages: it fills and drains
     through the first chunks.
 
@@ -125,7 +125,7 @@ def messages_s(steps: Steps, costs: LayerCosts, stages: Stages) -> Number:
     return np.where(pp > 1, exposed_s, 0.0)
 
 
-def _message_s(steps: Steps, costs: LayerCosts):
+def _message_s(steps, costs):
     """Seconds of a message between neighbouring stages, of which some lie on one node."""
     plan = steps.plan
     prices = costs.prices
@@ -138,7 +138,7 @@ def _message_s(steps: Steps, costs: LayerCosts):
     return near_s + crossing * (far_s - near_s)
 
 
-def _rendezvous_s(steps: Steps, stages: Stages, one_s: Number):
+def _rendezvous_s(steps, stages, one_s):
     """Messages that travel when both stages wait for them, on the longest path
     (`events.passes`).
 

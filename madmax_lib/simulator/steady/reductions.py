@@ -117,7 +117,7 @@ def exposed_gradients(stage: PassesOfStage, prices: Prices) -> ExposedGradients:
     )
 
 
-def _gradients(stage: PassesOfStage, prices: Prices):
+def _gradients(stage, prices):
     """Gradient traffic of a stage.
 
     ZeRO-3 has reduced within its shard already: what is left is that of HSDP's copies,
@@ -173,7 +173,7 @@ def _gradients(stage: PassesOfStage, prices: Prices):
     return _Gradients(reduce_s, serial_s, within_s, last_s, ready, gather_s)
 
 
-def _exposed_reductions(stage: PassesOfStage, moved: _Gradients, prices: Prices):
+def _exposed_reductions(stage, moved, prices):
     """Reductions that show: of all micro-batches but the last, after the last pass, and
     after that of the host.
     """
@@ -220,9 +220,7 @@ def _exposed_reductions(stage: PassesOfStage, moved: _Gradients, prices: Prices)
     return ExposedGradients(each * during_s, after_s, after_host_s)
 
 
-def _left_s(
-    moved: _Gradients, pass_s: Number, begun_s: Number, later_s: Number, chunks: Number
-):
+def _left_s(moved, pass_s, begun_s, later_s, chunks):
     """Reductions left when the last backward pass ends, whose first bucket is full
     after begun_s.
 
@@ -234,7 +232,7 @@ def _left_s(
     return np.maximum(np.maximum(last_chunk_s, all_chunks_s), moved.last_bucket_s)
 
 
-def _drain_s(stage: PassesOfStage, slower_s: Number, prices: Prices):
+def _drain_s(stage, slower_s, prices):
     """Seconds by which the last passes of the other stages end later where each of a
     stage's is slower by so many.
 

@@ -14,7 +14,6 @@ from functools import lru_cache
 
 import numpy as np
 
-from madmax_lib.catalog.models import Transformer
 from madmax_lib.plan.layers import chunk_layers
 from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.costs.traffic import (
@@ -24,7 +23,7 @@ from madmax_lib.simulator.costs.traffic import (
 )
 from madmax_lib.simulator.layers.cuts import cuts_of, kinds_of_chunks, plan_of_cut
 from madmax_lib.simulator.rates.compute import Number
-from madmax_lib.simulator.steady.layer_costs import KindCost, LayerCosts
+from madmax_lib.simulator.steady.layer_costs import LayerCosts
 
 _ROUNDING = 1e-9  # relative difference of times that are equal
 
@@ -171,7 +170,7 @@ def stages_of(steps: Steps, costs: LayerCosts) -> Stages:
     )
 
 
-def _stage_layers(steps: Steps):
+def _stage_layers(steps):
     """Layers of the first, the fullest middle and the last stage; some software cuts at
     equal FLOPs, head included.
     """
@@ -205,7 +204,7 @@ def _layers_of_cut(cut: tuple):
     return [sizes[0], max(inner, default=0), sizes[-1]]
 
 
-def _excess(steps: Steps, costs: LayerCosts, layers: tuple[Number, ...]):
+def _excess(steps, costs, layers):
     """Seconds of stages beyond as many mean layers: of a stack of several kinds, or
     where every so many layers one attends to all, the last of them; the fullest middle
     stage begins with one.
@@ -229,7 +228,7 @@ def _excess(steps: Steps, costs: LayerCosts, layers: tuple[Number, ...]):
     )
 
 
-def _layer_passes(layer: KindCost, costs: LayerCosts):
+def _layer_passes(layer, costs):
     """Passes of a layer with the traffic of ZeRO-3 beside it: gathers beside dgrad,
     reductions beside wgrad.
     """
@@ -256,7 +255,7 @@ def _layer_passes(layer: KindCost, costs: LayerCosts):
     return LayerPasses(ahead_s, back_s, dgrad_s, wgrad_s)
 
 
-def _exposed_traffic(steps: Steps, costs: LayerCosts):
+def _exposed_traffic(steps, costs):
     """Traffic of ZeRO-3 at the ends of passes.
 
     Under the first gather and the last reduction of a pass there is no layer. Where
@@ -312,7 +311,7 @@ def _exposed_traffic(steps: Steps, costs: LayerCosts):
     )
 
 
-def _sharded_buckets_s(steps: Steps, costs: LayerCosts):
+def _sharded_buckets_s(steps, costs):
     """Gathers and reductions of a backward pass that show at its ends, and between its
     layers, where ZeRO-3 reduces gradients in buckets of several layers.
 
@@ -356,9 +355,7 @@ class StageExcess:
     longest_chunk_s: Number = 0.0
 
 
-def _gathered_passes_s(
-    model: Transformer, costs: LayerCosts, forward_s: Number, backward_s: Number
-) -> tuple[Number, Number]:
+def _gathered_passes_s(model, costs, forward_s, backward_s):
     """Forward and backward pass of the mean layer under ZeRO-3, each under the gather
     of the next layer in its pass; gradients are reduced under the layer that follows.
 
@@ -396,7 +393,7 @@ def _gathered_passes_s(
     )
 
 
-def _stage_excess(model: Transformer, costs: LayerCosts, middle: Number) -> StageExcess:
+def _stage_excess(model, costs, middle):
     """Seconds of stages and of the longest chunk beyond those of their mean layers.
 
     middle: layers of the fullest middle stage.

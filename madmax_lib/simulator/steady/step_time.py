@@ -23,10 +23,10 @@ from madmax_lib.simulator.layers.work import any_nonzero
 from madmax_lib.simulator.rates.compute import Number
 from madmax_lib.simulator.rates.parameters import Parameters
 from madmax_lib.simulator.steady.jitter import Parts, longest_delay, with_waits
-from madmax_lib.simulator.steady.layer_costs import LayerCosts, layer_costs
+from madmax_lib.simulator.steady.layer_costs import layer_costs
 from madmax_lib.simulator.steady.pipeline import bubble_s, messages_s, short_batch_s
 from madmax_lib.simulator.steady.reductions import PassesOfStage, exposed_gradients
-from madmax_lib.simulator.steady.stages import Stages, stages_of
+from madmax_lib.simulator.steady.stages import stages_of
 
 # exposed seconds whose sum is the step
 PARTS = (
@@ -130,7 +130,7 @@ def step_time(
     return dict(zip(times, arrays, strict=True))
 
 
-def _pipeline(steps: Steps, parameters: Parameters, *, with_parts=True):
+def _pipeline(steps, parameters, *, with_parts=True):
     """Passes of a step, and what follows them needs; parts of the bottleneck stage only
     where they are asked for.
     """
@@ -165,7 +165,7 @@ def _pipeline(steps: Steps, parameters: Parameters, *, with_parts=True):
     )
 
 
-def _costs_of_batches(steps: Steps, parameters: Parameters):
+def _costs_of_batches(steps, parameters):
     """Costs of all micro-batches but the last, and of that one, which may be shorter;
     one alone is the last.
     """
@@ -185,9 +185,7 @@ def _costs_of_batches(steps: Steps, parameters: Parameters):
     return of_size(np.where(count == 1, samples, plan.micro_batch)), of_size(samples)
 
 
-def _first_stage(
-    stages: Stages, last_stages: Stages, usual: LayerCosts, last: LayerCosts
-):
+def _first_stage(stages, last_stages, usual, last):
     """Passes of the first stage; of the last micro-batch the part that ends with
     gradients, which is wgrad where that is computed apart.
     """
@@ -216,14 +214,14 @@ def _first_stage(
     )
 
 
-def _issued_s(layers: Number, moe_layers: Number, prices: Prices):
+def _issued_s(layers, moe_layers, prices):
     """Seconds of a host that is not the device for a forward pass of so many layers."""
     halves = prices.steps.shape.halves
     seconds = layers * halves * prices.launch_s + moe_layers * prices.routing_s
     return prices.launches_ahead * seconds
 
 
-def _host_s(steps: Steps, stages: Stages, last_stages: Stages, prices: Prices):
+def _host_s(steps, stages, last_stages, prices):
     """Seconds until the host of the busiest stage has issued all passes, of which the
     last waits for gradients from the stages after it.
     """
@@ -245,7 +243,7 @@ def _host_s(steps: Steps, stages: Stages, last_stages: Stages, prices: Prices):
     )
 
 
-def _stage_parts(stages: Stages, costs: LayerCosts):
+def _stage_parts(stages, costs):
     """Parts of a micro-batch in the bottleneck stage; all else there is traffic of
     weights.
     """
@@ -280,7 +278,7 @@ def _stage_parts(stages: Stages, costs: LayerCosts):
     return parts | {"fsdp_s": np.where(sharded, exposed_s, 0.0)}
 
 
-def _core_sharing_factor(steps: Steps, costs: LayerCosts, passes_s: Number):
+def _core_sharing_factor(steps, costs, passes_s):
     """Factor on the passes of a pipeline whose CPU ranks speed up while their peers
     idle.
 
@@ -304,7 +302,7 @@ def _core_sharing_factor(steps: Steps, costs: LayerCosts, passes_s: Number):
     return np.where(pp > 1, solo + (1 - solo) * busy, 1.0)
 
 
-def _after_passes(pipeline: PipelineTimes):
+def _after_passes(pipeline):
     """Parts beside and after the passes; launch_s is what the host takes longer than
     the device.
     """

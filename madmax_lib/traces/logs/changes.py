@@ -5,7 +5,6 @@ line, is believed if it is too large for the noise of the blocks, which counts m
 neighbours are alike: a slow natural drift is no news.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -112,7 +111,7 @@ def best_fit(series: np.ndarray) -> Change | None:
     )
 
 
-def _split(series, begin) -> Iterator[Change]:
+def _split(series, begin):
     """Steps and lines of a part of a series that begins at a block, and of its parts."""
     if one := best_fit(series):
         yield replace(one, at=begin + one.at)

@@ -7,7 +7,6 @@ corrected for the number of ranks and phases that were looked at. It costs the s
 as far as the pace of the job shows it.
 """
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -80,7 +79,7 @@ def find_late(log: Log) -> pd.DataFrame:
     return with_origin(table, {}, hidden=hidden)
 
 
-def _of_phase(log, key) -> Iterator[LateFinding]:
+def _of_phase(log, key):
     """Findings of late ranks and hosts in a phase. cost_share: -1 if hidden."""
     seconds = log.phases[key][:, log.counted]
     members = np.flatnonzero(np.isfinite(seconds).any(axis=1))
@@ -222,7 +221,7 @@ def _is_hidden(log, rows, since, pace_s):
     return theilslopes(*sums).slope < _FOLLOWS
 
 
-def _of_all(log, rows) -> Iterator[LateFinding]:
+def _of_all(log, rows):
     """Changes and drifts of the pace that no late rank explains."""
     has_pace = np.isfinite(log.pace_s) & log.counted
     pace_s = log.pace_s[has_pace]

@@ -45,7 +45,7 @@ def read_log(
     return read_columns(files, column) if column else _KINDS[kind][0](files)
 
 
-def _log_files(path: str | Path | Sequence[str | Path]) -> dict[str, list[Path]]:
+def _log_files(path):
     """Files of logs by their kind, the kind that says most first: torchtitan,
     inspector, traceml, columns, lines.
     """

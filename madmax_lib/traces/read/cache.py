@@ -48,7 +48,7 @@ def cached(sha256: str, options: str, make: Callable[[], Timeline]) -> Timeline:
     return timeline
 
 
-def _reader_sources(package: Path):
+def _reader_sources(package):
     """Files that decide what is read: all modules that reading imports, with their
     rooms, and our tables.
     """
@@ -61,7 +61,7 @@ def _reader_sources(package: Path):
     return sorted(sources)
 
 
-def _fingerprint(package: Path):
+def _fingerprint(package):
     """Hash of these files and their places, so that no entry outlives a change of the
     reader.
     """

@@ -110,7 +110,7 @@ def decode_pieces(
         _read_rest(trace, blocks, piece.rest or b"")
 
 
-def _at_least(blocks: Iterator[bytes], length: int):
+def _at_least(blocks, length):
     """The next block, or as many as have a length together; fewer at the end, and
     nothing after it.
     """
@@ -124,10 +124,10 @@ def _at_least(blocks: Iterator[bytes], length: int):
 
 
 def _next_piece(
-    trace: RawTrace,
-    decoder: msgspec.json.Decoder,
-    text: bytes,
-    quick: msgspec.json.Decoder | None,
+    trace,
+    decoder,
+    text,
+    quick,
 ):
     """Events of a text without the last one, which may go on in the next block.
 
@@ -143,7 +143,7 @@ def _next_piece(
     return Decoded(piece.events, rest=piece.rest + text[until:])
 
 
-def _skip_event(trace: RawTrace, blocks: Iterator[bytes], text: bytes):
+def _skip_event(trace, blocks, text):
     """Text after an event that is longer than any, with nothing of it kept on the way;
     its last bytes at the end.
     """
@@ -158,7 +158,7 @@ def _skip_event(trace: RawTrace, blocks: Iterator[bytes], text: bytes):
     return text[start.end() :]
 
 
-def _text_blocks(trace: RawTrace):
+def _text_blocks(trace):
     """Uncompressed text in blocks, whatever the file is called; a broken stream ends
     early and says so.
     """
@@ -179,7 +179,7 @@ def _text_blocks(trace: RawTrace):
             yield from blocks
 
 
-def _unpack(trace: RawTrace, stream):
+def _unpack(trace, stream):
     """Text of a file of bzip2 or xz."""
     try:
         while block := stream.read(_BLOCK):
@@ -188,7 +188,7 @@ def _unpack(trace: RawTrace, stream):
         trace.damage = f"damaged file ({error})"
 
 
-def _inflate(trace: RawTrace, file):
+def _inflate(trace, file):
     """Text of a gzip file of one or more members, of at most a block each."""
     # wbits: 15 for the window, 16 for the header and checksum of gzip
     stream = isal_zlib.decompressobj(wbits=31)
@@ -216,7 +216,7 @@ def _inflate(trace: RawTrace, file):
             stream = isal_zlib.decompressobj(wbits=31)
 
 
-def _up_to_damage(file, done: int):
+def _up_to_damage(file, done):
     """Text of a damaged gzip file after its first `done` bytes, unpacked again in bites
     no longer than the checksum.
     """
@@ -232,7 +232,7 @@ def _up_to_damage(file, done: int):
             done -= min(done, len(part))
 
 
-def _find_events(trace: RawTrace, blocks: Iterator[bytes]):
+def _find_events(trace, blocks):
     """Text from the first event on; the keys before it go to the envelope."""
     text = b""
     tried = 0
@@ -272,7 +272,7 @@ def _find_events(trace: RawTrace, blocks: Iterator[bytes]):
     )
 
 
-def _kind_of(trace: RawTrace, text: bytes):
+def _kind_of(trace, text):
     """OtherContent for a sound file of another kind, NotATrace for what was to be a
     trace: it has a rank in its name or its JSON breaks off.
     """
@@ -286,7 +286,7 @@ def _kind_of(trace: RawTrace, text: bytes):
     return NotATrace
 
 
-def _last_cut(text: bytes):
+def _last_cut(text):
     """Text between the last event that has begun and the one before it, if there are
     two.
     """
@@ -300,7 +300,7 @@ def _last_cut(text: bytes):
         reach *= 8
 
 
-def _read_rest(trace: RawTrace, blocks: Iterator[bytes], rest: bytes):
+def _read_rest(trace, blocks, rest):
     """Keys that follow the list of events."""
     for block in blocks:
         rest += block

@@ -59,7 +59,7 @@ def begins(columns: EventColumns, *prefixes: str) -> np.ndarray:
     return np.array(of_name, dtype=bool)[columns.name]
 
 
-def _woken(columns: EventColumns, nest: Nest, comm: np.ndarray, may_wait: np.ndarray):
+def _woken(columns, nest, comm, may_wait):
     """Spans (n,) of the nest, of those that may wait, that are the innermost when a
     collective ends.
     """

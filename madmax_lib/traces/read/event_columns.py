@@ -120,7 +120,7 @@ def with_exact_times(
         raise NotATrace(f"{path}: lists nested too deep for a profiler trace") from None
 
 
-def _gather(trace: RawTrace, exact: bool, hta: bool):
+def _gather(trace, exact, hta):
     codes = {key: Codes() for key in ("name", "category", "thread", "group")}
     codes["group"].of([""])  # code 0: none
     # bytes that grow: arrays of each piece would keep its memory in use
@@ -188,7 +188,7 @@ def complete(events: list[Event]) -> list[Event]:
     ]
 
 
-def _with_annotation(args: Args):
+def _with_annotation(args):
     """Args with what a list of annotations tells of a collective."""
     with contextlib.suppress(msgspec.DecodeError, TypeError):
         for inner in msgspec.json.decode(args.annotation, type=list[type(args)]):
@@ -202,7 +202,7 @@ def _with_annotation(args: Args):
     return args
 
 
-def _piece(rows: list[Event], codes: dict[str, Codes], exact: bool, hta: bool):
+def _piece(rows, codes, exact, hta):
     ts = [e.ts for e in rows]
     dur = [e.dur for e in rows]
     start_ns, start_is_number = nanoseconds(ts, exact)
@@ -231,7 +231,7 @@ def _piece(rows: list[Event], codes: dict[str, Codes], exact: bool, hta: bool):
     return piece
 
 
-def _streams(values: list):
+def _streams(values):
     """(n,) int32 stream numbers, -1 for none; one too large for that keeps its lower
     bits.
     """
@@ -241,7 +241,7 @@ def _streams(values: list):
     return small.astype(np.int32)
 
 
-def _external_ids(args: list[Args]):
+def _external_ids(args):
     """(n,) operator ids, whichever way their key is written."""
     ids = integers([a.external_id for a in args])
     # few rows lack "External id", most of them because they have none at all
@@ -253,7 +253,7 @@ def _external_ids(args: list[Args]):
     return ids
 
 
-def _notes(args: list[Args], groups: Codes):
+def _notes(args, groups):
     """Sizes in bytes (n,) and codes of groups (n,), of the few events that tell them."""
     sizes = np.full(len(args), np.nan)
     codes = np.zeros(len(args), dtype=np.int32)
@@ -274,7 +274,7 @@ def _notes(args: list[Args], groups: Codes):
     return sizes, codes
 
 
-def _distinct(codes: dict, rows: np.ndarray):
+def _distinct(codes, rows):
     """Names as text; two values that print alike (1 and "1") become one."""
     texts = [name if isinstance(name, str) else str(name) for name in codes]
     if len(set(texts)) == len(texts):
@@ -286,7 +286,7 @@ def _distinct(codes: dict, rows: np.ndarray):
     return list(merged)
 
 
-def _size_bytes(args: Args):
+def _size_bytes(args):
     """Bytes of a copy, or of a collective's larger side; NaN where the event does not
     say.
     """
@@ -301,7 +301,7 @@ def _size_bytes(args: Args):
     return size if abs(size) < 2**63 else float("nan")
 
 
-def _global_rank(args: Args):
+def _global_rank(args):
     """Rank from a collective's metadata: Rank counts inside the group, whose members
     the event may list.
     """

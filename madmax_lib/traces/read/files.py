@@ -55,10 +55,13 @@ def find_traces(
     traces = _in_folder(path)
     if (not traces or iteration is not None) and iterations(path):
         traces = _in_folder(iteration_folder(path, iteration))
+    packed = sorted(each for each in path.iterdir() if _ARCHIVE.search(each.name))
+    if packed and set(traces) <= set(packed):
+        return find_traces(packed, iteration)
     return traces or _deeper(path)
 
 
-def _unpacked(path: Path):
+def _unpacked(path):
     """Folder with what an archive holds, which is there as long as this process."""
     folder = Path(tempfile.mkdtemp(prefix="madmax-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -74,7 +77,7 @@ def _unpacked(path: Path):
     return folder
 
 
-def _deeper(path: Path):
+def _deeper(path):
     """Traces of the folders below one that has none: of those that a rank names
     together, else of the only one, of TensorBoard's the last.
     """
@@ -96,7 +99,7 @@ def _deeper(path: Path):
     traces = [trace for folder in folders for trace in _in_folder(folder)]
     if not traces:
         raise ValueError(
-            f"{path}: no trace files (.json, .json.gz, .sqlite) in this directory"
+            f"{path}: no trace files (.json, .json.gz, .pftrace, .sqlite) in this directory"
         )
     text = f"{path}: no trace files in this directory; reading those of {names}"
     warnings.warn(text, TraceWarning, stacklevel=4)  # the line that called read_trace
@@ -121,7 +124,7 @@ def rank_in_name(path: Path) -> int | None:
     return None
 
 
-def _in_folder(folder: Path):
+def _in_folder(folder):
     """Trace files of a folder; their numbers count as numbers: rank2 before rank10."""
 
     def natural_order(path):

@@ -85,7 +85,7 @@ def one_job(
     return {file.path: timelines[file.path] for file in chosen}
 
 
-def _by_rank(files: list[_File]):
+def _by_rank(files):
     """Files of each rank in order of time. Raises ValueError for those of two jobs."""
     of_rank = defaultdict(list)
     for file in files:
@@ -103,7 +103,7 @@ def _by_rank(files: list[_File]):
     }
 
 
-def _file(path: Path, timeline: Timeline):
+def _file(path, timeline):
     spans = timeline.spans
     meta = timeline.meta
     (rank,) = timeline.ranks
@@ -134,7 +134,7 @@ def _file(path: Path, timeline: Timeline):
     )
 
 
-def _other_job(a: _File, b: _File):
+def _other_job(a, b):
     """Why two traces are of different jobs, in words; "" where they may be of one."""
     if a is b:
         return ""
@@ -155,7 +155,7 @@ def _other_job(a: _File, b: _File):
     return ""
 
 
-def _other_moment(a: _File, b: _File):
+def _other_moment(a, b):
     """Why two traces are not of one moment, in words; "" where they may be."""
     # negative where they overlap
     gap_ns = max(a.start_ns, b.start_ns) - min(a.end_ns, b.end_ns)

@@ -62,7 +62,7 @@ def written_names(spans: pd.DataFrame, on_device: bool) -> np.ndarray:
     return np.array(labels, dtype=object)[pair]
 
 
-def _keeps_kind(labels: list[str], kinds: list[str], on_device: bool):
+def _keeps_kind(labels, kinds, on_device):
     """Whether a name has its kind for the reader and, on a device, for HTA (n,); a copy
     is known by its category.
     """
@@ -76,7 +76,7 @@ def _keeps_kind(labels: list[str], kinds: list[str], on_device: bool):
     return our_kind & (theirs == kind)
 
 
-def _wrapped_name(name: str, kind: str, level: str):
+def _wrapped_name(name, kind, level):
     prefix = {"memcpy": "Memcpy", "other": "Memset"}.get(kind, "kernel")
     if kind == "comm":
         words = collective_of(name).split("_")

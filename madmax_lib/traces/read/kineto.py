@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 
 from madmax_lib.base.fields import require_type
-from madmax_lib.timeline.side_tables import SideTables
 from madmax_lib.timeline.timeline import Timeline, concat
 from madmax_lib.traces.read.cache import cached, content_sha256
 from madmax_lib.traces.read.events import OtherContent, TraceWarning
@@ -28,7 +27,7 @@ from madmax_lib.traces.read.files import (
 from madmax_lib.traces.read.jobs import one_job
 from madmax_lib.traces.read.parallel import read_all
 from madmax_lib.traces.read.pattern import cut_by_pattern
-from madmax_lib.traces.read.readers import Reader, reader_of
+from madmax_lib.traces.read.readers import reader_of
 from madmax_lib.traces.read.side_tables import side_tables_of
 from madmax_lib.traces.read.steps import hta_rows
 from madmax_lib.traces.read.timeline_rows import read_file
@@ -97,9 +96,7 @@ def read_trace(
     return joined if hta_compatible else cut_by_pattern(joined)
 
 
-def _read_others(
-    reader: Reader, paths: list[Path], hta: bool, kinds: str | Path | None
-):
+def _read_others(reader, paths, hta, kinds):
     """Timeline of files of another format."""
     own_paths = [path for path in paths if path.suffix == reader.suffix]
     if hta:
@@ -116,7 +113,7 @@ def _read_others(
     return reader.load()(own_paths, kinds)
 
 
-def _read_files(paths: list[Path], read, client):
+def _read_files(paths, read, client):
     """Timeline of each file, and what is wrong with the others."""
     timelines = {}
     failures = {}
@@ -126,7 +123,7 @@ def _read_files(paths: list[Path], read, client):
     return timelines, failures
 
 
-def _warn_of_failures(failures: dict[Path, Exception]):
+def _warn_of_failures(failures):
     """Reason for each file that should have been a trace, after a warning; a run
     directory may hold configurations and metrics too.
     """
@@ -143,7 +140,7 @@ def _warn_of_failures(failures: dict[Path, Exception]):
     return unread
 
 
-def _read_one(path: Path, *, hta: bool, user_kinds: str | Path | None):
+def _read_one(path, *, hta, user_kinds):
     sha256 = content_sha256(path)
     # all that decides what is made of the bytes: the name may tell the rank
     kinds_sha256 = content_sha256(Path(user_kinds)) if user_kinds else ""
@@ -156,6 +153,6 @@ def _read_one(path: Path, *, hta: bool, user_kinds: str | Path | None):
     return _with_provenance(timeline, side_tables_of(path, sha256, rank), files=files)
 
 
-def _with_provenance(timeline: Timeline, side_tables: SideTables, **more):
+def _with_provenance(timeline, side_tables, **more):
     meta = replace(timeline.meta, provenance={**timeline.meta.provenance, **more})
     return replace(timeline, meta=meta, side_tables=side_tables)

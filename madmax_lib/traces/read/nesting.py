@@ -89,7 +89,7 @@ class Nest:
         is_inside = before > self.start
         return is_inside.to_numpy()
 
-    def _spans_before(self, thread: np.ndarray, time_ns: np.ndarray, side: str):
+    def _spans_before(self, thread, time_ns, side):
         """Number of spans before each (thread, time): np.searchsorted on two keys."""
         # spans and queries are sorted together; a query then counts the spans before it
         spans = len(self.rows)
@@ -102,7 +102,7 @@ class Nest:
         count[order] = np.cumsum(~is_query[order])
         return count[spans:]
 
-    def _up_to_open(self, position: np.ndarray, time_ns: np.ndarray):
+    def _up_to_open(self, position, time_ns):
         """Move each position outwards to the first span that is still open at a time."""
         # All at once, one level a round: rounds are as many as the deepest nesting. Also
         # for the parents themselves: those of earlier positions are right first.

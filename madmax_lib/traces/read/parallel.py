@@ -10,7 +10,7 @@ import contextlib
 import multiprocessing
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, as_completed
+from concurrent.futures import as_completed
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -58,7 +58,7 @@ def read_all(
     return results
 
 
-def _gather(executor: Executor, read, paths: Sequence[Path]):
+def _gather(executor, read, paths):
     futures = {executor.submit(_outcome, read, path): path for path in paths}
     results = dict.fromkeys(paths)  # in order of the paths, not in that of their ends
     for future in _progress(as_completed(futures), len(paths)):
@@ -67,7 +67,7 @@ def _gather(executor: Executor, read, paths: Sequence[Path]):
     return results
 
 
-def _outcome(read: Callable[[Path], Result], path: Path):
+def _outcome(read, path):
     # returned, not raised: what a pool raises is then its own trouble alone
     try:
         return read(path)
@@ -75,7 +75,7 @@ def _outcome(read: Callable[[Path], Result], path: Path):
         return reason
 
 
-def _local_workers(paths: Sequence[Path]):
+def _local_workers(paths):
     """Processes that cores and free memory allow, 1 where starting them would not pay."""
     sizes = []  # of the JSON text, guessed where it is packed
     for path in paths:
@@ -104,7 +104,7 @@ def _free_bytes():
     return float("inf")
 
 
-def _progress(items, count: int):
+def _progress(items, count):
     """The items, of several behind a bar."""
     if count < 2:
         return items

@@ -55,7 +55,7 @@ def cut_by_pattern(timeline: Timeline) -> Timeline:
     return replace(timeline, spans=spans.assign(step=step), meta=meta)
 
 
-def _steps(spans: pd.DataFrame):
+def _steps(spans):
     """Step (n,) of the spans of a rank, 0 where none recurs."""
     rows = _sequence(spans)
     names = spans["name"].cat
@@ -110,7 +110,7 @@ def _launches(spans):
     return host.drop_duplicates("correlation").set_index("correlation")["start_ns"]
 
 
-def _recurring(names: np.ndarray):
+def _recurring(names):
     """Positions of the first gram that recurs regularly from end to end, for each number
     of times that some do, most often first.
     """

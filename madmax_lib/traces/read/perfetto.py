@@ -85,7 +85,7 @@ def chrome_text(raw: RawTrace, data: bytes) -> Iterator[bytes]:
 class _Packets:
     """State of a file while its packets are read in order."""
 
-    def __init__(self, path: str):
+    def __init__(self, path):
         self.path = path
         self.times: list[int] = []
         self.interned = defaultdict(lambda: defaultdict(dict))  # by sequence
@@ -98,7 +98,7 @@ class _Packets:
         # start, duration and text of device rows and counters
         self.rows: list[tuple[int, int | None, str]] = []
 
-    def read(self, data: bytes):
+    def read(self, data):
         """Take the packets of a Trace, or of a compressed part of one."""
         at = 0
         while at < len(data):
@@ -111,7 +111,7 @@ class _Packets:
             self._packet(_once(packet))
             at += length
 
-    def _packet(self, packet: Message):
+    def _packet(self, packet):
         sequence = _first(packet, 10, 0)
         if not packet.keys() <= _EVENTS or _first(packet, 13, 0) & 1:
             self._state(packet, sequence)
@@ -128,7 +128,7 @@ class _Packets:
         for event in packet.get(52, []):
             self.rows += [(ts_ns, None, line) for line in _counters(event, names)]
 
-    def _state(self, packet: Message, sequence: int):
+    def _state(self, packet, sequence):
         """Take what a packet says about others."""
         if _first(packet, 13, 0) & 1 or _first(packet, 41, 0):
             self.interned.pop(sequence, None)
@@ -144,7 +144,7 @@ class _Packets:
         for part in packet.get(50, []):
             self.read(zlib.decompress(part))
 
-    def _snapshot(self, snapshot: Message, sequence: int):
+    def _snapshot(self, snapshot, sequence):
         clocks = [_message(clock) for clock in snapshot.get(1, [])]
         primary = _first(snapshot, 2, 6)
         at = {_first(clock, 1, 0): _first(clock, 2, 0) for clock in clocks}
@@ -160,7 +160,7 @@ class _Packets:
                     steps,
                 ]
 
-    def _time_ns(self, packet: Message, sequence: int):
+    def _time_ns(self, packet, sequence):
         value = _first(packet, 8, 0)
         default = _first(self.defaults.get(sequence, {}), 58, 6)
         number = _first(packet, 58, default)
@@ -174,7 +174,7 @@ class _Packets:
             clock[1] = ts_ns
         return ts_ns
 
-    def _track_event(self, event: Message, ts_ns: int, sequence: int):
+    def _track_event(self, event, ts_ns, sequence):
         names = self.interned[sequence]
         if 11 not in event:  # the track of its sequence
             default = _message(_first(self.defaults.get(sequence, {}), 11, b""))
@@ -198,7 +198,7 @@ class _Packets:
             texts.append(notes[note])
         self.marks.append((kind, track, ts_ns, name, category, ", ".join(texts)))
 
-    def lines(self, base_ns: int) -> Iterator[str]:
+    def lines(self, base_ns):
         """The events as lines of JSON."""
         thread_of = lru_cache(self._thread)  # few threads have many slices
         for (_, track, ts_ns, name, category, args), end_ns in _pairs(self.marks):
@@ -210,7 +210,7 @@ class _Packets:
         for ts_ns, dur_ns, text in self.rows:
             yield _timed(text, ts_ns - base_ns, dur_ns)
 
-    def _thread(self, number: int):
+    def _thread(self, number):
         """(pid, tid) of a track, and whether it is a stream of a GPU."""
         track = self.tracks.get(number, {})
         parent = self.tracks.get(_first(track, 5, 0), {})
@@ -222,7 +222,7 @@ class _Packets:
         return (pid, tid), _text(process, 6, "").startswith("GPU ")
 
 
-def _pairs(marks: list[tuple]):
+def _pairs(marks):
     """Slices and their ends, in the order of their beginnings.
 
     A block of beginnings and an equally long one of ends on the same tracks belong
@@ -252,7 +252,7 @@ def _pairs(marks: list[tuple]):
             yield open_rows[track].pop(), ts_ns
 
 
-def _stage_line(stage: Message, names: dict):
+def _stage_line(stage, names):
     """A row of the device."""
     kind = names["stage"].get(_first(stage, 14, 0), "Kernel")
     name = names["kernel"].get(_first(stage, 19, 0), kind)
@@ -268,7 +268,7 @@ def _stage_line(stage: Message, names: dict):
     return _line(STAGES.get(kind, "kernel"), name, (_first(stage, 11, 0), tid), args)
 
 
-def _counters(data: bytes, names: dict):
+def _counters(data, names):
     """Texts of the counters of an event."""
     event = _once(data)
     inline = {"specs": _specs(_message(_first(event, 1, b""))), "gpu": 0}
@@ -282,23 +282,23 @@ def _counters(data: bytes, names: dict):
         yield f'{text}, "args": {{"": {value}}}'
 
 
-def _line(category: str, name: str, thread: tuple[int, int], args: str):
+def _line(category, name, thread, args):
     """A line of the Chrome trace without its times; args: members of a JSON object."""
     text = f'"ph": "X", "cat": {_json(category)}, "name": {_json(name)}'
     return f'{text}, "pid": {thread[0]}, "tid": {thread[1]}, "args": {{{args}}}'
 
 
-def _timed(text: str, ts_ns: int, dur_ns: int | None):
+def _timed(text, ts_ns, dur_ns):
     """A line with its times; a counter has no duration."""
     dur = "" if dur_ns is None else f', "dur": {_us(max(dur_ns, 0))}'
     return f'{{{text}, "ts": {_us(ts_ns)}{dur}}}'
 
 
-def _us(ns: int):
+def _us(ns):
     return f"{ns // 1000}.{ns % 1000:03d}"
 
 
-def _intern(data: Message, names: dict):
+def _intern(data, names):
     """Enter the tables of a packet into those of its sequence."""
     names["noted"].clear()  # texts of notes by their bytes
     for field, table in _TABLES.items():
@@ -313,20 +313,20 @@ def _intern(data: Message, names: dict):
         names["counter"][_first(entry, 1, 0)] = {"specs": specs, "gpu": gpu}
 
 
-def _specs(descriptor: Message):
+def _specs(descriptor):
     """Names of counters by number."""
     specs = map(_message, descriptor.get(1, []))
     return {_first(spec, 1, 0): _text(spec, 2, "") for spec in specs}
 
 
-def _note(data: bytes, names: dict):
+def _note(data, names):
     """Key and value of a debug annotation, as JSON."""
     note = _message(data)
     key = _text(note, 10, names["note"].get(_first(note, 1, 0), ""))
     return _json(key), _value(note, names)
 
 
-def _value(note: Message, names: dict):
+def _value(note, names):
     if 12 in note:
         values = (_value(_message(each), names) for each in note[12])
         return f"[{', '.join(values)}]"
@@ -345,19 +345,19 @@ def _value(note: Message, names: dict):
     return str(_first(note, 3, _first(note, 7, 0)))
 
 
-def _first(message: Message, field: int, default):
+def _first(message, field, default):
     return message[field][0] if field in message else default
 
 
-def _text(message: Message, field: int, default: str):
+def _text(message, field, default):
     return message[field][0].decode() if field in message else default
 
 
-def _double(data: bytes):
+def _double(data):
     return struct.unpack("<d", data)[0] if data else 0.0
 
 
-def _once(data: bytes) -> Message:
+def _once(data):
     """Values of a message's fields, in order."""
     values: Message = {}
     at = 0
@@ -395,7 +395,7 @@ _message = lru_cache(maxsize=1 << 12)(_once)
 _json = lru_cache(maxsize=1 << 15)(json.dumps)  # of texts
 
 
-def _varint(data: bytes, at: int):
+def _varint(data, at):
     value = data[at]
     at += 1
     if value < 128:

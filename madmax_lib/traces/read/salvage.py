@@ -54,7 +54,7 @@ class Decoded(NamedTuple):
     tail: bytes = b""  # an event that has begun and not ended
 
 
-def _decode(decoder: msgspec.json.Decoder, text: bytes):
+def _decode(decoder, text):
     """The list whose brackets the text lacks."""
     if not text.endswith(b"}"):
         text = text.rstrip().removesuffix(b",")  # a comma after the last item
@@ -99,7 +99,7 @@ def decode_final(
     return _one_by_one(trace, decoder, text, final=True)
 
 
-def _decode_repaired(decoder: msgspec.json.Decoder, text: bytes):
+def _decode_repaired(decoder, text):
     """Events of a text, repaired if need be; None if it holds bad ones or more than
     their list. Raises BreaksOff.
     """
@@ -113,9 +113,7 @@ def _decode_repaired(decoder: msgspec.json.Decoder, text: bytes):
     return None
 
 
-def _one_by_one(
-    trace: RawTrace, decoder: msgspec.json.Decoder, text: bytes, final=False
-):
+def _one_by_one(trace, decoder, text, final=False):
     """Events of a damaged text without the bad ones.
 
     final: no text follows, so an event without end is lost. Otherwise it raises
@@ -157,7 +155,7 @@ def _one_by_one(
     return Decoded(events, rest, tail)
 
 
-def _end_of_item(text: str, at: int):
+def _end_of_item(text, at):
     """End of the JSON that begins at a position, or 0 and the position where it is
     broken: the end of the text if it breaks off.
 
@@ -171,7 +169,7 @@ def _end_of_item(text: str, at: int):
         return 0, len(text) if error.msg.startswith("Unterminated") else error.pos
 
 
-def _end_after_last(text: bytes, at: int):
+def _end_after_last(text, at):
     """Position after the ] of the events, if the last of them is unreadable; lists
     inside of its args end otherwise.
     """
@@ -184,7 +182,7 @@ def _end_after_last(text: bytes, at: int):
     return None
 
 
-def _valid(decoder: msgspec.json.Decoder, text: bytes):
+def _valid(decoder, text):
     """The event of a text; none where it is sound JSON of another shape."""
     try:
         return _decode(decoder, text)
@@ -201,7 +199,7 @@ def _exact_decoder(events: type):
     return msgspec.json.Decoder(events, float_hook=EXACT)
 
 
-def _repaired(text: bytes):
+def _repaired(text):
     """Text without what strict JSON forbids: control characters, invalid UTF-8, stray
     backslashes, NaN.
     """

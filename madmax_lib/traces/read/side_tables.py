@@ -29,7 +29,7 @@ from madmax_lib.traces.read.event_columns import (
     complete,
     with_exact_times,
 )
-from madmax_lib.traces.read.events import Args, Event, RawTrace
+from madmax_lib.traces.read.events import Args, Event
 from madmax_lib.traces.read.values import FAR_US, integers, nanoseconds
 
 # allreduce, _allreduce_base and ALL-REDUCE are all_reduce; the order is that of
@@ -143,7 +143,7 @@ def recorded_args(side_tables: SideTables) -> pd.Series:
     return pd.concat(parts).groupby(level=0).sum()
 
 
-def _load(path: Path, sha256: str, rank: int):
+def _load(path, sha256, rank):
     """Tables of a file, from the cache if they are there."""
 
     def read():
@@ -162,7 +162,7 @@ def _load(path: Path, sha256: str, rank: int):
     return cached(sha256, f"side tables {rank}", read).side_tables.present()
 
 
-def _gather(trace: RawTrace, exact: bool, rank: int):
+def _gather(trace, exact, rank):
     """Columns of each table, in pieces; rows are counted as `read_columns` counts."""
     parts = {name: [] for name in SIDE_TABLES}
     threads = Codes()
@@ -197,7 +197,7 @@ def _gather(trace: RawTrace, exact: bool, rank: int):
     return parts
 
 
-def _chosen(rows: list[_FullEvent]):
+def _chosen(rows):
     """Numbers of the rows that belong to each table."""
     # a batch has few spellings of categories and thousands of rows
     forms = {e.cat: e.cat.strip().lower() for e in rows if isinstance(e.cat, str)}
@@ -217,7 +217,7 @@ def _chosen(rows: list[_FullEvent]):
     }
 
 
-def _with_times(events: list[_FullEvent], exact: bool):
+def _with_times(events, exact):
     """Events whose times are numbers."""
     durations = [0 if e.dur is None else e.dur for e in events]
     times = [e.ts for e in events]
@@ -230,7 +230,7 @@ def _with_times(events: list[_FullEvent], exact: bool):
     return [event for event, good in zip(events, sound, strict=True) if good]
 
 
-def _columns(name: str, rows: list[_FullEvent]):
+def _columns(name, rows):
     """Columns of a table that are fields of args: numbers, and texts by _TEXTS."""
     args = [e.args or _NO_ARGS for e in rows]
     columns = {}
@@ -250,13 +250,13 @@ def _columns(name: str, rows: list[_FullEvent]):
     return columns
 
 
-def _listed(values: list):
+def _listed(values):
     """Lists of numbers as text, up to where they are shortened."""
     texts = [str(value or "").split("...")[0] for value in values]
     return [",".join(re.findall(r"\d+", text)) for text in texts]
 
 
-def _collective(name: str):
+def _collective(name):
     """Canonical name: all_reduce for allreduce and _allreduce_base, all_to_all for
     all_to_allv.
 
@@ -267,7 +267,7 @@ def _collective(name: str):
     return next(matches, name)
 
 
-def _memory(events: list[_FullEvent], exact: bool, threads: Codes, rank: int):
+def _memory(events, exact, threads, rank):
     def device(args):
         name = str(args.device_type)
         if isinstance(args.device_type, int):
@@ -285,12 +285,12 @@ def _memory(events: list[_FullEvent], exact: bool, threads: Codes, rank: int):
     }
 
 
-def _number(value: Any):
+def _number(value):
     # Kineto's and cuspy's counters have their value under an empty key; others' none
     return float(value) if isinstance(value, (int, float)) else np.nan
 
 
-def _texts(values: list[msgspec.Raw]):
+def _texts(values):
     """JSON of each value without blanks, "" without a value; most repeat, so each text
     is decoded once.
     """
@@ -321,7 +321,7 @@ _WRITTEN: dict[str, Callable[[str], str]] = {
 }
 
 
-def _joined(parts: list[dict]):
+def _joined(parts):
     """Columns of a table from its pieces."""
 
     def array(values):

@@ -85,7 +85,7 @@ def hta_rows(timelines: dict[int, Timeline]) -> dict[int, Timeline]:
     }
 
 
-def _before_last_step(timeline: Timeline, step_names: set[str]):
+def _before_last_step(timeline, step_names):
     spans = timeline.spans
     # HTA counts these two among the rows of the device, also without a stream
     sync = spans["name"].isin(["Event Sync", "Context Sync"])
@@ -123,7 +123,7 @@ def step_spans(spans: pd.DataFrame) -> np.ndarray | None:
     return None
 
 
-def _by_time(start_ns: np.ndarray, steps: np.ndarray):
+def _by_time(start_ns, steps):
     """Step number (n,) int32 at each time, -1 outside of all."""
     # the last step that has begun; before the first, -1 takes the appended item: number
     # -1, end 0. int32, because there are as many as spans

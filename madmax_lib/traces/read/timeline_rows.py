@@ -16,8 +16,8 @@ import pandas as pd
 from madmax_lib.timeline.kinds import kernel_kinds, load_kinds, own_collectives
 from madmax_lib.timeline.timeline import BUSY_KINDS, KINDS, Meta, Timeline
 from madmax_lib.traces.read.cpu_kinds import begins, classify_cpu
-from madmax_lib.traces.read.event_columns import EventColumns, read_columns
-from madmax_lib.traces.read.events import SOURCE_KEY, RawTrace
+from madmax_lib.traces.read.event_columns import read_columns
+from madmax_lib.traces.read.events import SOURCE_KEY
 from madmax_lib.traces.read.files import rank_in_name
 from madmax_lib.traces.read.kernel_names import original_name
 from madmax_lib.traces.read.steps import assign_steps
@@ -50,7 +50,7 @@ def read_file(
     return Timeline(spans, replace(meta, provenance={**meta.provenance, **more}))
 
 
-def _read(path: Path, hta: bool, user_kinds: str | Path | None):
+def _read(path, hta, user_kinds):
     columns, trace = read_columns(path, hta=hta)
     table = load_kinds(user_kinds)
     rank = _rank(columns, trace)
@@ -83,7 +83,7 @@ def _read(path: Path, hta: bool, user_kinds: str | Path | None):
     return spans, meta
 
 
-def _rank(columns: EventColumns, trace: RawTrace):
+def _rank(columns, trace):
     """Rank from distributedInfo, else from a collective's metadata, else from the file
     name, else 0 with a warning.
     """
@@ -100,9 +100,7 @@ def _is_rank(value):
     return isinstance(value, int) and 0 <= value < 2**31
 
 
-def _spans(
-    columns: EventColumns, trace: RawTrace, rank: int, hta: bool, table: pd.DataFrame
-):
+def _spans(columns, trace, rank, hta, table):
     """Spans of one file, steps not yet known; the times of `columns` are changed in
     place.
     """
@@ -143,11 +141,11 @@ def _spans(
 
 
 def _cut_at_next(
-    start_ns: np.ndarray,
-    dur_ns: np.ndarray,
-    stream: np.ndarray,
-    kind: np.ndarray,
-    trace: RawTrace,
+    start_ns,
+    dur_ns,
+    stream,
+    kind,
+    trace,
 ):
     """Durations (n,) without what some profilers add after a kernel's end.
 
@@ -177,9 +175,7 @@ def _cut_at_next(
     return cut
 
 
-def _warn_of_absence(
-    columns: EventColumns, trace: RawTrace, kind: np.ndarray, stream: np.ndarray
-):
+def _warn_of_absence(columns, trace, kind, stream):
     """Warn where a device was at work, or something was, and no row tells."""
     busy = np.isin(kind, [KINDS.index(each) for each in BUSY_KINDS])
     annotated = kind == KINDS.index("annotation")
@@ -201,13 +197,13 @@ def _warn_of_absence(
         trace.warn(f"no row of a device{name} is recorded: {times}{left_out}")
 
 
-def _device_name(trace: RawTrace):
+def _device_name(trace):
     properties = trace.envelope.get("deviceProperties")
     first = properties[0] if isinstance(properties, list) and properties else None
     return str(first.get("name", "")) if isinstance(first, dict) else ""
 
 
-def _exact_kinds(columns: EventColumns, table: pd.DataFrame):
+def _exact_kinds(columns, table):
     """Kind codes (n,) and streams (n,) by category; without any device row, from
     annotations and operators.
     """
@@ -241,7 +237,7 @@ def _exact_kinds(columns: EventColumns, table: pd.DataFrame):
     return kind, stream
 
 
-def _hta_kinds(columns: EventColumns, table: pd.DataFrame):
+def _hta_kinds(columns, table):
     """Kind codes and streams as HTA 0.5.0 sees them: whatever carries a stream runs on
     the device.
     """
@@ -254,9 +250,7 @@ def _hta_kinds(columns: EventColumns, table: pd.DataFrame):
     return kind, np.where(device, columns.stream, -1 - columns.thread)
 
 
-def _kind_of_name(
-    columns: EventColumns, rows: np.ndarray, rules: str, table: pd.DataFrame
-):
+def _kind_of_name(columns, rows, rules, table):
     """Kind codes of some rows by their names, each name looked up once."""
     names = columns.name[rows]
     codes = np.flatnonzero(np.bincount(names, minlength=len(columns.names)))
@@ -267,7 +261,7 @@ def _kind_of_name(
     return of_name[names]
 
 
-def _hta_times(columns: EventColumns):
+def _hta_times(columns):
     """Start rounded up and end rounded down to whole microseconds, in float64, once any
     start has decimals.
     """
@@ -278,7 +272,7 @@ def _hta_times(columns: EventColumns):
     return start_us * 1000, (end_us - start_us) * 1000
 
 
-def _stream_of_thread(columns: EventColumns):
+def _stream_of_thread(columns):
     """Stream of device rows whose args have none: Kineto shows a stream as thread, as a
     number or as `stream 7`.
     """

@@ -97,18 +97,22 @@ def steps(timeline: Timeline) -> pd.DataFrame:
 
 def steady_state(timeline: Timeline) -> tuple[Timeline, list[int]]:
     """The steps that are neither warm-up nor cut, all where none is left, and their
-    numbers.
-
-    With them comes what runs between the first and the last of them on the host or the
-    device of a rank, as step -1: it is no idle time.
+    numbers, as `only_steps` gives them.
     """
     table = steps(timeline)
-    spans = timeline.spans
     left_out = set(table.loc[table["warmup"] | table["cut"], "step"])
     counted = sorted(set(timeline.steps) - left_out) or timeline.steps
+    return only_steps(timeline, counted), counted
+
+
+def only_steps(timeline: Timeline, counted: list[int]) -> Timeline:
+    """Steps of a timeline with what runs between the first and the last of them on the
+    host or the device of a rank, as step -1: it is no idle time.
+    """
+    spans = timeline.spans
     counts = spans["step"].isin(counted)
     if counts.all() or not counted:
-        return timeline, counted
+        return timeline
     start_ns = spans["start_ns"]
     end_ns = ends_ns(spans)
     # Host and device apart: the host may be steps ahead.
@@ -117,12 +121,12 @@ def steady_state(timeline: Timeline) -> tuple[Timeline, list[int]]:
     last_ns = end_ns.where(counts, start_ns.min()).groupby(side).transform("max")
     keep = counts | ((start_ns >= first_ns) & (end_ns <= last_ns))
     if keep.all() and counted == timeline.steps:
-        return timeline, counted
+        return timeline
     part = timeline.where(keep.to_numpy())
     step = part.spans["step"]
     return replace(
         part, spans=part.spans.assign(step=step.where(step.isin(counted), -1))
-    ), counted
+    )
 
 
 def step_note(timeline: Timeline) -> str:

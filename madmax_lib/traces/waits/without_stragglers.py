@@ -207,7 +207,7 @@ class _Replays:
         }
         self.by_step = pd.DataFrame(columns)
 
-    def step_s(self, *actual: pd.Series):
+    def step_s(self, *actual):
         """Step times (steps, n) if only the operations of each mask have their own
         times, all others the ideal ones.
         """
@@ -222,7 +222,7 @@ class _Replays:
             ]
         )
 
-    def alone_s(self, column: str):
+    def alone_s(self, column):
         """Mean step time by value of the column: only its operations have their own
         times.
         """

@@ -66,15 +66,26 @@ def _ranks(timeline):
 
 
 def _breakdown(options):
-    timeline = read(options.traces)
-    table = traces.breakdown(timeline, steps=True)
+    from madmax_lib.traces.waits.step_times import steady_state
+
+    recording = read(options.traces)
+    table = traces.breakdown(recording, steps=True)
+    # a mean with warm-up in it is of no step
+    timeline, steps = steady_state(recording)
     about = {
-        **_ranks(timeline),
-        "steps": len(timeline.steps),
-        "device": timeline.meta.device,
+        **_ranks(recording),
+        "steps": len(recording.steps),
+        "not_counted": _others(recording, steps),
+        "device": recording.meta.device,
         **_per_step(table),
     }
+    about |= {"per_step": _per_step(traces.breakdown(timeline, steps=True))["per_step"]}
     return Answer(table, about)
+
+
+def _others(recording, steps):
+    """Names of the steps that are not among those that count."""
+    return [f"step {step}" for step in recording.steps if step not in steps]
 
 
 def _span(text):
@@ -86,6 +97,8 @@ def _span(text):
 
 
 def _cut(options):
+    from madmax_lib.traces.waits.step_times import only_steps
+
     timeline = read(options.traces)
     if options.steps is None:
         part = traces.window(timeline, vars(options)["from"], options.to)
@@ -93,7 +106,7 @@ def _cut(options):
         steps = [step for step in timeline.steps if step in options.steps]
         if not steps:
             raise ValueError(f"none of these steps; the trace has {timeline.steps}")
-        part = timeline.select(steps=steps)
+        part = only_steps(timeline, steps)
     paths = traces.export_trace(part, options.output)
     about = _ranks(part) | {"files": list(map(str, paths))}
     return Answer(traces.breakdown(part), about)
@@ -275,8 +288,7 @@ def _stragglers(options):
     about = _ranks(timeline) | {"steps": len(steps)}
     often_last = ", ".join(map(str, table.attrs["often_last"]))
     about["last_beyond_chance"] = often_last or "no rank"
-    not_counted = [step for step in recording.steps if step not in steps]
-    about["not_counted"] = [f"step {step}" for step in not_counted]
+    about["not_counted"] = _others(recording, steps)
     late = _late_ranks(table, timeline, steps)
     if not steps:
         return Answer(table, about, findings=late)
