@@ -11,7 +11,7 @@ ones run back from the last stage to the first: the orders of torch.
 """
 
 from collections import Counter
-from functools import lru_cache
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -124,10 +124,9 @@ class Turn(NamedTuple):
     with_weights: bool  # a backward pass that computes gradients of weights, too
 
 
-@lru_cache(maxsize=64)
 def turns(
     schedule: str, pp: int, micro_batches: int, chunks: int = 1
-) -> tuple[Turn, ...]:
+) -> Iterator[Turn]:
     """Slots of all stages such that everything comes after what it waits for; each
     stage keeps its own order.
 
@@ -140,11 +139,10 @@ def turns(
     sizes = pp, micro_batches, chunks
     orders = [order(schedule, stage, *sizes) for stage in range(pp)]
     present = [set(slots) for slots in orders]
-    result = []
     done = {None}
     at = [0] * pp  # what each stage comes to next
-    while len(result) < sum(map(len, orders)):
-        before = len(result)
+    while sum(at) < sum(map(len, orders)):
+        before = sum(at)
         for stage, slots in enumerate(orders):
             for slot in slots[at[stage] :]:
                 awaits = _awaited(slot, stage, pp, chunks, folds)
@@ -154,10 +152,9 @@ def turns(
                 at[stage] += 1
                 is_split = ("weight", *slot[1:]) in present[stage]
                 with_weights = slot[0] == "backward" and not is_split
-                result.append(Turn(stage, slot, awaits, with_weights))
-        if len(result) == before:
+                yield Turn(stage, slot, awaits, with_weights)
+        if sum(at) == before:
             raise ValueError(f"pipeline stages of {schedule} wait for each other")
-    return tuple(result)
 
 
 def _awaited(slot, stage, pp, chunks, folds):

@@ -19,7 +19,7 @@ _CUT = (
     "last_layers",
     "embedding_as_layer",
     "head_as_layer",
-    "schedule",
+    "folds",
 )
 
 
@@ -74,9 +74,7 @@ def cuts_of(plans: Plans, *counts: int | np.ndarray) -> tuple[list, np.ndarray]:
     code = np.zeros(shape, np.int64)
     for column in columns:
         if np.ndim(column):
-            # as many digits as values, in the shape that the column broadcasts from
-            digits, values = pd.factorize(np.ravel(column))
-            code = code * len(values) + digits.reshape(np.shape(column))
+            code = code * (int(column.max()) + 1) + column
     index, values = pd.factorize(code.ravel())
     rows = np.empty(len(values), int)
     rows[index] = np.arange(len(index))
@@ -88,4 +86,6 @@ def cuts_of(plans: Plans, *counts: int | np.ndarray) -> tuple[list, np.ndarray]:
 
 def plan_of_cut(cut: tuple) -> Plan:
     """Plan of a cut of `cuts_of`, all other fields at their defaults."""
-    return Plan(**dict(zip(_CUT, cut, strict=False)))
+    fields = dict(zip(_CUT, cut, strict=False))
+    schedule = "zbv" if fields.pop("folds") else "1f1b"
+    return Plan(**fields, schedule=schedule)
