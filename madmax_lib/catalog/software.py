@@ -82,8 +82,6 @@ class Software:
         "gpipe",
         "1f1b",
         "zero-bubble",
-        "zbv",
-        "dualpipev",
     )  # of pipelines; empty: pp=1 alone
     interleave: bool = True  # several chunks per stage
     zero: tuple[int, ...] = (0, 1, 2, 3)  # 0 is DDP

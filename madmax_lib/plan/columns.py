@@ -134,7 +134,9 @@ class Plans:
         """Whether the second chunks run back from the last stage to the first, where
         the head then is.
         """
-        return (self.schedule == "zbv") | (self.schedule == "dualpipev")
+        folds = (self.schedule == "zbv") | (self.schedule == "dualpipev")
+        # one flag where all are alike: formulas stay with numbers
+        return np.all(folds) or (np.any(folds) and folds)
 
     @property
     def defers_weights(self) -> Flags:

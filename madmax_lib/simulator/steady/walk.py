@@ -4,10 +4,10 @@ the order of their passes.
     pass begins = max(pass before on its stage ends, pass that it waits for ends)
     bubble = end of the last pass - work of the slowest stage
 
-The end is the largest of many sums of the seconds of passes, one for each path, of which
+An end is the largest of many sums of the seconds of passes, one for each path, of which
 few are ever the largest. Orders are walked with seconds drawn at random to find these;
-a plan is then a product of matrices. With F, B and W of a stage (forward, dgrad, wgrad)
-and equal stages the longest gives ZB-H1 a bubble of (pp - 1)(F + B - min(F, B, W))
+the ends of plans are then sums of few products. With F, B and W of a stage (forward,
+dgrad, wgrad) and equal stages the bubble of ZB-H1 is (pp - 1)(F + B - min(F, B, W))
 [arXiv 2401.10241].
 """
 
@@ -24,15 +24,15 @@ from madmax_lib.simulator.steady.layer_costs import LayerCosts
 from madmax_lib.simulator.steady.stages import Stages
 
 _SCHEDULES = ("zero-bubble", "zbv", "dualpipev")
-_PASSES = ("forward", "backward", "weight", "both")  # the last: both gradients
+_PASSES = ("forward", "backward", "weight")
 _ROUNDS = 3  # of pp micro-batches; what follows repeats the last one
-# Seconds that orders are walked with, as multiples of a forward pass of a layer: powers
-# of 4 between these. Forward, dgrad and wgrad of layer, embedding and head, then what
-# other stages do not wait for, and what lies beside the layers.
-_LOW = np.array([0, -0.2, -2.5, -5, -5, -5, -3, -3, -3, -4, -5])
-_HIGH = np.array([0, 1, 0.6, -0.5, -0.5, -0.5, 1.5, 1.5, 1.5, 1, 0.5])
+# Kinds of seconds: the passes of a layer, of the embedding and of the head, then of a
+# pass what lies beside its layers, and what of it other stages do not wait for.
+_KINDS = (3, 3, 3, 1, 1)
+# What orders are walked with: powers of 4 between these.
+_LOW = np.repeat([-1.0, -5.0, -3.0, -4.0, -4.0], _KINDS)
+_HIGH = np.repeat([0.5, -0.5, 1.5, 1.0, 1.0], _KINDS)
 _DRAWS = 256  # find all but paths that are longer by 1 % of few steps
-_NUDGE = 1e-6  # by which seconds are changed, one kind at a time, to count them
 
 
 def walked_bubble_s(steps: Steps, costs: LayerCosts, stages: Stages) -> Number:
@@ -48,9 +48,8 @@ def walked_bubble_s(steps: Steps, costs: LayerCosts, stages: Stages) -> Number:
         forward_s, backward_s = end.passes_s
         wgrad_s = end.time.weight_s
         seconds += [forward_s, backward_s - wgrad_s, wgrad_s]
-    # of a pass of a chunk, for which no other stage waits, and beside its layers
-    shares_s = (stages.overlapped_by_peers_s, stages.between_passes_s)
-    seconds += [share_s / (2 * plan.interleave) for share_s in shares_s]
+    for of_stage_s in (stages.between_passes_s, stages.overlapped_by_peers_s):
+        seconds.append(of_stage_s / (2 * plan.interleave))
     schedule = sum(i * (plan.schedule == name) for i, name in enumerate(_SCHEDULES))
     cuts, index = cuts_of(plan, schedule, count, steps.shape.layers)
     deferred, index, *seconds = np.broadcast_arrays(
@@ -77,45 +76,34 @@ def _paths(cut):
     """How often each kind of seconds is on the longest paths of an order, (paths, 11),
     and in the work of its stages, (stages, 11).
     """
-    exponents = np.random.default_rng(0).uniform(_LOW, _HIGH, (_DRAWS, len(_LOW)))
-    # (kinds, 1 + kinds, draws): as drawn, then with each kind nudged
-    nudges = np.insert(_NUDGE * np.eye(len(_LOW)), 0, 0, axis=1)
-    seconds = (4.0**exponents).T[:, None] + nudges[:, :, None]
-    walked = _walk(cut, seconds)
-    # the end is a sum of whole numbers of them, as is the work of each stage
-    counts = np.rint((walked[:, 1:] - walked[:, :1]) / _NUDGE)
-    return np.unique(counts[0], axis=1).T, np.unique(counts[1:, :, 0], axis=0)
-
-
-def _walk(cut, seconds):
-    """End of the last pass of an order, and the work of each stage, (1 + pp, ...).
-
-    seconds: (11, ...), of the forward pass, dgrad and wgrad of a layer, the embedding
-    and the head, and those beside.
-    """
     plan = plan_of_cut(cut)
     schedule, count, layers = map(int, cut[-3:])
-    # (forward, dgrad, wgrad) of each, to which both gradients are added
-    parts = seconds[:9].reshape(3, 3, *seconds.shape[1:])
-    both = parts[:, 1:2] + parts[:, 2:]
-    layer, embedding, head = np.append(parts, both, axis=1)
-    hidden_s, exposed_s = seconds[9:]
     sizes = [[len(chunk) for chunk in stage] for stage in chunk_layers(layers, plan)]
-    # (stages, chunks, passes, ...): layers of a chunk times seconds of a layer
-    work = np.multiply.outer(np.array(sizes), layer)
-    work[0, 0] += embedding
-    work[plan.head_stage, -1] += head
-    busy_s = work[:, :, :3].sum(axis=(1, 2)) + 2 * plan.interleave * exposed_s
-    ends = {None: 0.0}
-    free_s = [0.0] * plan.pp
+    # (stages, chunks, passes, kinds)
+    work = np.zeros((plan.pp, plan.interleave, len(_PASSES), len(_LOW)))
+    passes = np.arange(len(_PASSES))
+    work[..., passes, passes] = np.array(sizes)[..., None]
+    work[0, 0, passes, passes + 3] = 1
+    work[plan.head_stage, -1, passes, passes + 6] = 1
+    work[..., :2, 9] = 1  # wgrad is beside nothing
+    seconds = 4.0 ** np.random.default_rng(0).uniform(_LOW, _HIGH, (_DRAWS, len(_LOW)))
+    free = np.zeros((plan.pp, _DRAWS, len(_LOW)))  # the path to the end of each stage
+    ends = {}
     steps = turns(_SCHEDULES[schedule], plan.pp, count, plan.interleave)
     for stage, slot, awaits, with_weights in steps:
         direction, chunk, _ = slot
-        kind = "both" if with_weights else direction
-        work_s = work[stage, chunk, _PASSES.index(kind)]
+        path = free[stage]
+        if awaits:
+            other = ends.pop(awaits)
+            other[:, 10] -= 1
+            waits = np.einsum("dk,dk->d", other - path, seconds) > 0
+            path[waits] = other[waits]
+        first = _PASSES.index(direction)
+        for counts in work[stage, chunk, first : first + 1 + with_weights]:
+            path += counts
         if direction != "weight":
-            begun_s = np.maximum(free_s[stage] + hidden_s, ends.pop(awaits, 0.0))
-            free_s[stage] = begun_s + exposed_s - hidden_s
-        free_s[stage] = free_s[stage] + work_s
-        ends[stage, slot] = free_s[stage]
-    return np.array([np.max(free_s, axis=0), *(count * busy_s)])
+            ends[stage, slot] = path.copy()
+    last = (free * seconds).sum(axis=2).argmax(axis=0)
+    longest = free[last, np.arange(_DRAWS)]
+    busy = count * work.sum(axis=(1, 2))
+    return np.unique(longest, axis=0), np.unique(busy, axis=0)
