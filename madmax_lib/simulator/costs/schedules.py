@@ -68,17 +68,17 @@ def _zbv(stage, pp, micro_batches):
     """
     after = pp - stage
     more = max(micro_batches - 2 * pp + 1, 0)
-    return [
-        *["f0"] * (2 * after - 1),
-        *["f1", "f0"] * stage,
-        *["f1", "b1", "w1"] * after,
-        *["f0", "b0", "w0", "f1", "b1", "w1"] * (more + stage),
-        *["b0", "w0", "f1", "b1", "w1"] * (after - 1),
-        *["b0", "b1"] * stage,
-        *["b0", "w0"] * after,
-        *["w1"] * stage,
-        *["w0"] * stage,
-    ]
+    return (
+        "f0 " * (2 * after - 1)
+        + "f1 f0 " * stage
+        + "f1 b1 w1 " * after
+        + "f0 b0 w0 f1 b1 w1 " * (more + stage)
+        + "b0 w0 f1 b1 w1 " * (after - 1)
+        + "b0 b1 " * stage
+        + "b0 w0 " * after
+        + "w1 " * stage
+        + "w0 " * stage
+    ).split()
 
 
 def _dual_pipe_v(stage, pp, micro_batches):
@@ -87,12 +87,15 @@ def _dual_pipe_v(stage, pp, micro_batches):
     last = ["B1", "B0"] * (stage + 1)
     split = [word.lower() for word in last[stage + 1 :]]
     late = [word.replace("b", "w") for word in split] + ["w0"] * after
+    usual = (
+        "f0 " * (2 * after)
+        + "f0 f1 " * (stage + 1)
+        + "b1 w1 f1 " * after
+        + "f0 B1 f1 B0 " * (micro_batches - 2 * pp + stage + 1)
+        + "B1 f1 B0 " * after
+    )
     return [
-        *["f0"] * (2 * after),
-        *["f0", "f1"] * (stage + 1),
-        *["b1", "w1", "f1"] * after,
-        *["f0", "B1", "f1", "B0"] * (micro_batches - 2 * pp + stage + 1),
-        *["B1", "f1", "B0"] * after,
+        *usual.split(),
         *last[: stage + 1],
         *split,
         *(word for weight in late[:after] for word in (weight, "b0")),

@@ -28,11 +28,8 @@ _PASSES = ("forward", "backward", "weight")
 _ROUNDS = 3  # of pp micro-batches; what follows repeats the last one
 # Kinds of seconds: the passes of a layer, of the embedding and of the head, then of a
 # pass what lies beside its layers, and what of it other stages do not wait for.
-_KINDS = (3, 3, 3, 1, 1)
-# What orders are walked with: powers of 4 between these.
-_LOW = np.repeat([-1.0, -5.0, -3.0, -4.0, -4.0], _KINDS)
-_HIGH = np.repeat([0.5, -0.5, 1.5, 1.0, 1.0], _KINDS)
-_DRAWS = 256  # find all but paths that are longer by 1 % of few steps
+_KINDS = 11
+_DRAWS = 256  # find all paths but such as are longer by 1 % of a step
 
 
 def walked_bubble_s(steps: Steps, costs: LayerCosts, stages: Stages) -> Number:
@@ -80,14 +77,15 @@ def _paths(cut):
     schedule, count, layers = map(int, cut[-3:])
     sizes = [[len(chunk) for chunk in stage] for stage in chunk_layers(layers, plan)]
     # (stages, chunks, passes, kinds)
-    work = np.zeros((plan.pp, plan.interleave, len(_PASSES), len(_LOW)))
+    work = np.zeros((plan.pp, plan.interleave, len(_PASSES), _KINDS))
     passes = np.arange(len(_PASSES))
     work[..., passes, passes] = np.array(sizes)[..., None]
     work[0, 0, passes, passes + 3] = 1
     work[plan.head_stage, -1, passes, passes + 6] = 1
     work[..., :2, 9] = 1  # wgrad is beside nothing
-    seconds = 4.0 ** np.random.default_rng(0).uniform(_LOW, _HIGH, (_DRAWS, len(_LOW)))
-    free = np.zeros((plan.pp, _DRAWS, len(_LOW)))  # the path to the end of each stage
+    rng = np.random.default_rng(0)
+    seconds = 4.0 ** rng.uniform(-4, 1, (_DRAWS, _KINDS))
+    free = np.zeros((plan.pp, _DRAWS, _KINDS))  # the path to the end of each stage
     ends = {}
     steps = turns(_SCHEDULES[schedule], plan.pp, count, plan.interleave)
     for stage, slot, awaits, with_weights in steps:
