@@ -296,6 +296,8 @@ def _schedules(space, case, pp, micro_batches):
     launched = dict.fromkeys(_USUAL + case.software.schedules)
     schedules = space.schedule or tuple(launched)
     for schedule in schedules if micro_batches > 1 else schedules[:1]:
+        if schedule == "dualpipev" and micro_batches < 2 * pp:
+            continue
         allowed = _among(_CHUNKS.get(schedule, counts), cuts)
         for chunks in _among(space.interleave, allowed):
             yield from (_Schedule(schedule, chunks, *ends) for ends in cuts[chunks])
