@@ -26,6 +26,7 @@ from dataclasses import replace
 
 import numpy as np
 import pandas as pd
+from shipped import beside, new_rows, spread_of_both, strange_rows, unknown_rows
 
 from madmax_lib import catalog
 from madmax_lib.calibration import (
@@ -33,12 +34,8 @@ from madmax_lib.calibration import (
     fit,
     folds,
     known_rows,
-    new_rows,
     predict,
     read_rows,
-    spread_of_both,
-    strange_rows,
-    unknown_rows,
 )
 from madmax_lib.catalog import local_data
 from madmax_lib.simulator import width_of
@@ -136,7 +133,7 @@ def contacts():
     new_generation = folds(known, by=generations)
     both = folds(known, by=generations, priced=strange_rows())
     # `folds` prices strangers at the prior rate of `bounds`; so does `unknown_rows`
-    yield "known stack", by_source.join(coverage(by_source, strangers=unknown))
+    yield "known stack", by_source.join(coverage(by_source, sizes_of=beside(unknown)))
     for name, rows in unknown.groupby("repository"):
         others = unknown[unknown["repository"] != name]
         # of a stack that is left out, its sources are no known ones either

@@ -6,10 +6,15 @@ from madmax_lib.calibration.job.another_plan import (
 )
 from madmax_lib.calibration.judge.intervals import *
 from madmax_lib.calibration.judge.intervals import (
+    class_of as class_of,
     constants_of as constants_of,
     determined_by as determined_by,
+    level as level,
     leverage as leverage,
+    spread as spread,
     strongest_pairs as strongest_pairs,
+    weighted_quantile as weighted_quantile,
+    with_errors as with_errors,
 )
 from madmax_lib.calibration.kernels.fit import (
     fit_rates as fit_rates,
@@ -34,6 +39,7 @@ from madmax_lib.calibration.published.rows import (
     to_steps as to_steps,
 )
 from madmax_lib.calibration.published.run_rows import run_rows as run_rows
+from madmax_lib.calibration.scale import FittingScale as FittingScale
 from madmax_lib.calibration.trace import (
     fit_timeline as fit_timeline,
     kernel_seconds as kernel_seconds,
@@ -46,10 +52,4 @@ from madmax_lib.calibration.verdict.expect import (
 from madmax_lib.calibration.verdict.overlap import (
     overlap_errors as overlap_errors,
     overlap_facts as overlap_facts,
-)
-from madmax_lib.calibration.verdict.strangers import (
-    new_rows as new_rows,
-    spread_of_both as spread_of_both,
-    strange_rows as strange_rows,
-    unknown_rows as unknown_rows,
 )

@@ -17,5 +17,5 @@ from madmax_lib.catalog.models import (
     Model as Model,
     Transformer as Transformer,
 )
-from madmax_lib.catalog.software import Software as Software
+from madmax_lib.catalog.software import STRANGER as STRANGER, Software as Software
 from madmax_lib.catalog.tables import *

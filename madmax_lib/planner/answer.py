@@ -4,9 +4,8 @@ and a hint.
 A predicted step is as sure as its interval, but plans of one model on one machine under
 one software err together: what the constants leave open moves them alike, as far as
 their steps consist of the same parts. What is left of the spread between runs of the
-same source and model (`calibration.intervals.comparison_widths`) is each plan's own.
-With both, the probability that a plan is the fastest is the share of draws in which it
-is.
+same source and model (`benchmarks/shipped.py`) is each plan's own. With both, the
+probability that a plan is the fastest is the share of draws in which it is.
 """
 
 from dataclasses import dataclass, field, replace

@@ -33,8 +33,13 @@ from madmax_lib.simulator.power import (
 from madmax_lib.simulator.rates.parameters import (
     Parameters as Parameters,
     bounds as bounds,
+    load as load,
+    save as save,
     shipped as shipped,
 )
 from madmax_lib.simulator.simulate import simulate as simulate
-from madmax_lib.simulator.steady.step_time import step_time as step_time
-from madmax_lib.simulator.uncertainty import width_of as width_of
+from madmax_lib.simulator.steady.step_time import PARTS as PARTS, step_time as step_time
+from madmax_lib.simulator.uncertainty import (
+    constant_index as constant_index,
+    width_of as width_of,
+)

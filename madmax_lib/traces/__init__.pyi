@@ -66,7 +66,6 @@ from madmax_lib.traces.waits.launch import (
     launches as launches,
     queue_length as queue_length,
     queue_series as queue_series,
-    short_kernels as short_kernels,
 )
 from madmax_lib.traces.waits.operations import operations as operations
 from madmax_lib.traces.waits.step_times import (

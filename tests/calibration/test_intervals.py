@@ -6,13 +6,13 @@ import numpy as np
 import pandas as pd
 import pytest
 from scipy.stats import norm, t
+from shipped import comparison_widths, spread_of_both
 
 from madmax_lib.calibration.fit import gradient
 from madmax_lib.calibration.judge import intervals
 from madmax_lib.calibration.published.rows import to_steps
 from madmax_lib.calibration.scale import FittingScale
 from madmax_lib.calibration.verdict import accuracy
-from madmax_lib.calibration.verdict.strangers import spread_of_both
 from madmax_lib.simulator.rates.parameters import bounds, shipped
 from madmax_lib.simulator.steady.step_time import step_time
 from madmax_lib.simulator.uncertainty import COMPONENTS, components
@@ -143,7 +143,7 @@ def test_coverage_uses_the_other_sources_only():
 @pytest.mark.parametrize(("groups", "freedom"), [(1, 2), (3, 2), (6, 5)])
 def test_few_groups_widen_comparisons_as_student(groups, freedom):
     rows = table(0.1 * (np.arange(240) // groups % 2), np.arange(240) % groups)
-    width = intervals.comparison_widths(rows)["layouts dense"]
+    width = comparison_widths(rows)["layouts dense"]
     assert width == pytest.approx(0.1 * t.ppf(0.95, freedom) / norm.ppf(0.95), rel=0.05)
 
 
@@ -152,9 +152,9 @@ def test_comparisons_forget_what_a_group_shares():
     0.1, widened for two groups.
     """
     rows = table([1.0, 1.1, 1.0, 1.1, -2.0, -2.1], ["a", "a", "a", "a", "b", "b"])
-    width = intervals.comparison_widths(rows)["layouts dense"]
+    width = comparison_widths(rows)["layouts dense"]
     assert width == pytest.approx(0.1 * t.ppf(0.95, 2) / norm.ppf(0.95), rel=1e-6)
-    assert intervals.comparison_widths(table([1.0, 2.0], ["a", "b"])) == {}
+    assert comparison_widths(table([1.0, 2.0], ["a", "b"])) == {}
 
 
 def test_shares_of_parts_stand_for_slopes(rows):

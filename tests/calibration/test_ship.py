@@ -3,7 +3,8 @@
 import sys
 from dataclasses import replace
 
-from madmax_lib.calibration.ship import _same, ship
+from shipped import _same, ship
+
 from madmax_lib.simulator.rates.parameters import shipped
 
 SOME = [

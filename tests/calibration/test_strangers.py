@@ -4,14 +4,14 @@ of those that no fit has seen.
 
 import numpy as np
 import pytest
+from shipped import new_rows, with_prior
 from support import local_or_skip
 
 import madmax_lib as mm
 from madmax_lib import catalog
-from madmax_lib.calibration import new_rows, predict, read_rows
+from madmax_lib.calibration import predict, read_rows
 from madmax_lib.calibration.fit import usable
 from madmax_lib.calibration.judge.intervals import folds
-from madmax_lib.calibration.verdict.strangers import with_prior
 from madmax_lib.simulator.rates.parameters import shipped
 
 PRIOR = "stack_rate:stranger"

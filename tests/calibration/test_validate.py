@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 import pytest
+from shipped import beside, spread_of_both, unknown_rows, with_prior
 from support import local_or_skip
 
 from madmax_lib import catalog
@@ -24,11 +25,6 @@ from madmax_lib.calibration.verdict.accuracy import (
     score,
 )
 from madmax_lib.calibration.verdict.expect import VERDICTS
-from madmax_lib.calibration.verdict.strangers import (
-    spread_of_both,
-    unknown_rows,
-    with_prior,
-)
 from madmax_lib.catalog.datasets import PROJECT
 from madmax_lib.simulator.rates.parameters import Parameters, shipped
 from madmax_lib.simulator.steady.step_time import step_time
@@ -331,12 +327,12 @@ def test_the_page_tells_these_errors(left_out, strangers):
 
 
 def page_lines(left_out, strangers):
-    """Rows of its table, by kind and of the sweep. `PYTHONPATH=tests python` of this
-    file writes them.
+    """Rows of its table, by kind and of the sweep. `PYTHONPATH=tests:benchmarks python`
+    of this file writes them.
     """
     table = left_out.assign(
         error=np.abs(np.expm1(-left_out["log_error"])),
-        **coverage(left_out, strangers=strangers),
+        **coverage(left_out, sizes_of=beside(strangers)),
     )
     table = table[slowness(left_out) <= ORDINARY]
     swept = table["source"].str.contains("ultrascale")

@@ -29,13 +29,12 @@ from madmax_lib.traces import (
     launches,
     queue_length,
     queue_series,
-    short_kernels,
 )
 from madmax_lib.traces.read.kineto import TraceWarning
 from madmax_lib.traces.waits.idle import _CAUSES
 
 US = 1000
-ANALYSES = [launches, short_kernels, queue_series, queue_length, launch_bound, idle]
+ANALYSES = [launches, queue_series, queue_length, launch_bound, idle]
 
 
 def timeline_of(drawn: str, step=0) -> Timeline:
@@ -109,17 +108,6 @@ def test_a_graph_is_launched_once():
 def test_a_correlation_used_twice_on_the_host_belongs_to_the_first_call():
     drawn = "-1 cpu: later 6+1 #1, cudaLaunchKernel 0+2 #1\n7 compute: gemm 8+2 #1"
     shows(launches(timeline_of(drawn)), "launch  delay_s us\ncudaLaunchKernel  6")
-
-
-def test_short_kernels_by_name():
-    drawn = """
-        -1 cpu: cudaLaunchKernel 0+5 #1, cudaLaunchKernel 10+5 #2, cudaLaunchKernel 20+5 #3
-        7 compute: gemm 6+2 #1, gemm 16+9 #2, equal 30+5 #3
-    """
-    table = short_kernels(timeline_of(drawn)).set_index("name")
-    assert table.loc["gemm", ["count", "short", "share"]].tolist() == [2, 1, 0.5]
-    assert us(table.loc["gemm", ["cpu_s", "gpu_s"]]) == [5, 2]
-    assert table.loc["equal", "short"] == 0
 
 
 def test_queue_counts_launches_until_their_kernel_starts():

@@ -1,7 +1,6 @@
 """Pictures of a fit show what their tables say."""
 
 import pandas as pd
-import pytest
 
 from madmax_lib.calibration.judge.intervals import constants_of
 from madmax_lib.simulator.rates.parameters import bounds, shipped
@@ -16,26 +15,6 @@ def rows_of(ax):
 def test_constants():
     ax = fits.plot_constants(constants_of(shipped()), bounds()["sigma"])
     assert figure_data(ax)["constant"].tolist() == list(shipped().fitted) == rows_of(ax)
-
-
-def test_measured_overlap():
-    facts = pd.DataFrame(
-        {
-            "what": ["overlap", "exposed_share", "overlap", "speed_ratio"],
-            "run": ["a", "a", "a", "b"],
-        }
-    )
-    facts = facts.assign(measured=[0.4, 0.2, 0.6, 1.2], predicted=[0.6, 0.1, 0.6, 1.1])
-    facts["error"] = facts["predicted"] - facts["measured"]
-    ax = fits.plot_measured_overlap(facts)
-    shown = figure_data(ax).set_index("what")
-    assert rows_of(ax) == ["a", "a", "b"]
-    assert shown.loc["overlap", ["measured", "predicted"]].tolist() == pytest.approx(
-        [50, 60]
-    )  # of two ranks
-    assert shown.loc[
-        "speed_ratio", ["measured", "predicted"]
-    ].tolist() == pytest.approx([20, 10])
 
 
 def test_errors():

@@ -36,13 +36,11 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 from scipy.optimize import minimize
-from scipy.stats import norm, t
 
 from madmax_lib.calibration.fit import (
     SLOWEST,
     fingerprint,
     fit,
-    gradient,
     moves,
     slowness,
     usable,
@@ -53,15 +51,14 @@ from madmax_lib.calibration.published.rows import (
     to_steps,
     to_table,
 )
-from madmax_lib.calibration.scale import FittingScale, scaled
+from madmax_lib.calibration.scale import scaled
 from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.memory.memory import peak_bytes, usable_bytes
 from madmax_lib.simulator.rates.parameters import Parameters, bounds, shipped
-from madmax_lib.simulator.steady.step_time import PARTS, step_time
+from madmax_lib.simulator.steady.step_time import step_time
 from madmax_lib.simulator.uncertainty import (
     COMPONENTS,
     components,
-    constant_index,
     log_width,
     pace,
     width_of,
@@ -72,12 +69,7 @@ __all__ = ["folds", "predict"]
 
 _INSIDE = 0.9  # share of the rows that shall lie in their interval
 _FREEDOM = 4.0  # of Student's t
-_CLOSE = 1.5  # slowness of layouts that somebody would choose between
-_FEWEST = 3  # sources; Student's t has heavy tails below
 _STARTS = (0.05, 0.1, 0.2, 0.3)  # sizes of the components where a search begins
-# squared shares that hold slopes down; slopes below `_LEAST` matter to nobody
-_RIDGE = 0.3
-_LEAST = 0.03
 
 
 def class_of(rows: pd.DataFrame) -> pd.Series:
@@ -130,7 +122,7 @@ def spread(table: pd.DataFrame) -> dict[str, float]:
 def level(table: pd.DataFrame, scores: pd.Series) -> float:
     """The score that 90 % of a further source of rows stay below."""
     inside = _INSIDE * (1 + 1 / table["repository"].nunique())
-    return _quantile(scores.to_numpy(float), _weights(table), inside)
+    return weighted_quantile(scores.to_numpy(float), _weights(table), inside)
 
 
 def _weights(table):
@@ -139,79 +131,10 @@ def _weights(table):
     return 1 / sources.transform("size").to_numpy(float)
 
 
-def comparison_widths(table: pd.DataFrame) -> dict[str, float]:
-    """Log half-widths of one run over another of the same source and model, by class.
-
-    What machine and software do to all runs alike cancels in (measured / predicted), so
-    plans are compared more surely than they are timed. Every group counts alike,
-    whatever its pairs; keys are "layouts dense" and "layouts mixture".
-    """
-    table = table[slowness(table) <= _CLOSE]
-    widths = {}
-    for name, rows in table.groupby(class_of(table), sort=False):
-        scores = []
-        weights = []
-        groups = 0
-        for _, errors in rows.groupby("group")["log_error"]:
-            errors = errors.to_numpy(float)
-            # indices of the upper triangle: each pair of runs once
-            first, second = np.triu_indices(len(errors), 1)
-            pairs = np.abs(errors[first] - errors[second])
-            scores += pairs.tolist()
-            weights += [1 / max(len(pairs), 1)] * len(pairs)
-            groups += len(pairs) > 0
-        if scores:
-            # few groups show too little of the spread, by as much as t exceeds the
-            # normal
-            freedom = max(groups, _FEWEST) - 1
-            end = (1 + _INSIDE) / 2
-            widening = float(t.ppf(end, freedom) / norm.ppf(end))
-            width = _quantile(np.array(scores), np.array(weights))
-            widths[f"layouts {name}"] = width * widening
-    return widths
-
-
-def sensitivities(
-    rows: pd.DataFrame, parameters: Parameters
-) -> dict[str, dict[str, float]]:
-    """Slopes of log step_s by name of a constant and part of the step.
-
-    A slope is the relative change of a step that consists of that part over the
-    relative change of the constant. Least squares of the slopes of the rows of the fit
-    over the shares of the parts; so a table of plans gets its intervals without a slope
-    of its own.
-    """
-    steps = to_steps(rows)
-    scale = FittingScale.of(parameters.fitted)
-    point = scale.point(parameters.constants)
-    row_of = parameters.uncertainty[0]
-    fitted = [row_of[name] for name in scale.names]
-    slopes = np.zeros((len(rows), len(bounds())))
-    slopes[:, fitted] = gradient(steps, scale, point, parameters)
-    times = step_time(steps, parameters)
-    # (n, parts) shares of each step
-    shares = np.stack([times[part] for part in PARTS], axis=1)
-    shares = shares / times["step_s"][:, None]
-    result = {}
-    for name in bounds()["name"].loc[list(scale.names)].unique():
-        constant = np.broadcast_to(constant_index(steps, name, row_of), len(rows))
-        moved = np.isin(constant, fitted)
-        # ridge: a further row per part that pulls its slope to 0
-        pull = np.vstack([shares[moved], np.sqrt(_RIDGE) * np.eye(len(PARTS))])
-        of_steps = np.r_[slopes[moved, constant[moved]], np.zeros(len(PARTS))]
-        of_parts = np.linalg.lstsq(pull, of_steps, rcond=None)[0].tolist()
-        large = {
-            part: slope
-            for part, slope in zip(PARTS, of_parts, strict=True)
-            if abs(slope) > _LEAST
-        }
-        if large:
-            result[name] = large
-    return result
-
-
-def _quantile(scores, weights, inside=_INSIDE):
-    """Weighted quantile, linear between the middles of the weights.
+def weighted_quantile(
+    scores: np.ndarray, weights: np.ndarray, inside: float = _INSIDE
+) -> float:
+    """Weighted quantile of (n,) scores, linear between the middles of the weights.
 
     The largest score stands beyond them.
     """

@@ -1,11 +1,10 @@
 """Rates of kernels and collectives from measured tables: the facts of
 `data/kernel_rates.csv`, of these tables or your own.
 
-    python -m madmax_lib.calibration.kernels.fit TABLE... [--output FILE]
+    fit_rates(read_kernels(["bench"])).to_csv("kernel_rates.csv", index=False)
 
-fits tables (CSV or Parquet, files or folders), prints the errors on rows that a fit
-leaves out by their hash, and writes the facts. Named `kernel_rates.csv` in the folder
-MADMAX_CATALOG, they take the place of ours. A table has a row per measured call:
+fits tables (CSV or Parquet, files or folders). The file, in the folder MADMAX_CATALOG,
+takes the place of ours. A table has a row per measured call:
 
   operation   gemm, attention, delta_rule, moe or another kernel, or a collective of
               one node
@@ -20,7 +19,6 @@ or the columns of `madmax bench` (kernels.csv, collectives.csv), or those of the
 of NVIDIA's aiconfigurator [github.com/ai-dynamo/aiconfigurator, systems/data].
 """
 
-import argparse
 from dataclasses import asdict, fields, replace
 from typing import NamedTuple
 
@@ -29,7 +27,6 @@ import pandas as pd
 from scipy.optimize import least_squares, nnls
 
 from madmax_lib.base.collectives import COLLECTIVES, bus_factor
-from madmax_lib.calibration.kernels.tables import read_kernels
 from madmax_lib.catalog import tables
 from madmax_lib.catalog.kernel_rates import OPERANDS, KernelRate, rates_from
 from madmax_lib.simulator.parts import work_of
@@ -223,28 +220,3 @@ class _Parts:
             fitted_s.append(columns @ self.lines[-1])
         errors = np.abs(np.log(np.concatenate(fitted_s) / seconds))
         self.error = float(np.mean(errors))
-
-
-def main(arguments: list[str] | None = None) -> pd.DataFrame:
-    """Facts of tables, whose errors on held-out rows it prints."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("tables", nargs="+", help="CSV or Parquet files, or folders")
-    parser.add_argument("--output", help="CSV that takes the facts")
-    options = parser.parse_args(arguments)
-    table = read_kernels(options.tables)
-    out = held_out(table)
-    facts = fit_rates(table[~out])
-    rest = table[out]
-    rest = rest.assign(rows=1, error=kernel_errors(rest, facts).abs())
-    of_links = rest["operation"].isin(COLLECTIVES)
-    rest["dtype"] = rest["dtype"].mask(of_links, "")
-    summary = rest.groupby(_KERNEL).agg({"rows": "sum", "error": "median"})
-    print(summary.to_string(float_format="{:.3f}".format))
-    facts = fit_rates(table)
-    if options.output:
-        facts.to_csv(options.output, index=False, float_format="%.4g")
-    return facts
-
-
-if __name__ == "__main__":
-    main()

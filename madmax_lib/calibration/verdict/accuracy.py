@@ -2,13 +2,14 @@
 coverage of the intervals, ranks of layouts, and a baseline.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 import pandas as pd
 from scipy.stats import spearmanr
 
 from madmax_lib.calibration.judge.intervals import class_of, spread
 from madmax_lib.calibration.published.rows import flops_and_peaks
-from madmax_lib.calibration.verdict.strangers import spread_of_both
 from madmax_lib.simulator.uncertainty import width_of
 
 # runs of one layout agree in these columns of a normalised row
@@ -91,24 +92,21 @@ def layout_ranks(table: pd.DataFrame) -> pd.DataFrame:
 def coverage(
     table: pd.DataFrame,
     reference: pd.DataFrame | None = None,
-    strangers: pd.DataFrame | None = None,
+    sizes_of: Callable[[pd.DataFrame, str], dict[str, float]] | None = None,
 ) -> pd.DataFrame:
     """Whether each row of `validate.folds` lies in its interval, and its half-width.
 
     A row's source has no part in its interval: the components come from the rows of
-    reference (the table itself if None) and of strangers (`unknown_rows`, as the
-    shipped ones do; without them if None) of other sources. Columns inside and
-    half_width (of the interval over the prediction).
+    reference (the table itself if None) of other sources, by `intervals.spread` or by
+    sizes_of, a function of these rows and the source. Columns inside and half_width (of
+    the interval over the prediction).
     """
     reference = table if reference is None else reference
     width = np.zeros(len(table))
     for source in pd.unique(table["repository"]):
         out = (table["repository"] == source).to_numpy()
         others = reference[reference["repository"] != source]
-        sizes = spread(others)
-        if strangers is not None:
-            strange = strangers[~strangers["source"].str.startswith(source)]
-            sizes = spread_of_both(others, strange)
+        sizes = sizes_of(others, source) if sizes_of else spread(others)
         width[out] = width_of(table[out], sizes)
     error = table["log_error"].to_numpy(float)
     inside = np.abs(error) <= width

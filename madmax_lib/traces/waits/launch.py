@@ -107,36 +107,6 @@ def launches(timeline: Timeline) -> pd.DataFrame:
     )
 
 
-def short_kernels(timeline: Timeline) -> pd.DataFrame:
-    """Kernels that run shorter than the host call that launches them, by rank and name;
-    the most frequent first.
-
-    rank, name, count (launches), short (those with gpu_s < cpu_s), share (short /
-    count, 0..1), cpu_s and gpu_s (sums over the short ones). Many of them keep a device
-    waiting however fast it is: fuse them or capture a graph.
-    """
-    table = launches(timeline)
-    short = table["gpu_s"] < table["cpu_s"]
-    table = table.assign(
-        short=short,
-        cpu_s=table["cpu_s"].where(short, 0.0),
-        gpu_s=table["gpu_s"].where(short, 0.0),
-    )
-    sums = table.groupby(["rank", "name"]).agg(
-        count=("name", "size"),
-        short=("short", "sum"),
-        share=("short", "mean"),
-        cpu_s=("cpu_s", "sum"),
-        gpu_s=("gpu_s", "sum"),
-    )
-    result = sums.reset_index().sort_values(
-        ["short", "count", "rank", "name"],
-        ascending=[False, False, True, True],
-        ignore_index=True,
-    )
-    return with_origin(result, timeline)
-
-
 def queue_series(timeline: Timeline) -> pd.DataFrame:
     """Launches that wait for the device, each time their number changes: rank, stream,
     time_s, length.

@@ -11,16 +11,12 @@ from madmax_lib.calibration.scale import scaled
 from madmax_lib.view.drawing import (
     DARK,
     GREY,
-    PLAIN,
     SERIES,
     bar_chart,
-    bars,
-    fill_of,
     finish,
     line_key,
     new_axes,
     note,
-    patch_key,
     plural,
     shorten,
 )
@@ -32,13 +28,6 @@ _INSIDE = 1.645  # standard deviations of a 90 % interval
 _WITHIN = 0.1  # relative error, shaded
 _PRIOR = {"color": "#dedede", "lw": 6}
 _MODELS = {False: "dense models", True: "mixtures of experts"}
-_FACTS = {  # of `overlap_facts`: label, fill
-    "overlap": ("communication that is hidden", "hidden"),
-    "exposed_share": ("step that is exposed communication", "comm"),
-    "comm_share": ("kernel time that is communication", "#b8561a"),
-    "compute_slowdown": ("compute slowed down beside communication", "compute"),
-    "speed_ratio": ("gain of speed by the switch", PLAIN),
-}
 
 
 def plot_constants(
@@ -176,45 +165,4 @@ def plot_errors(
         rows=rows,
         source="simulated",
         notes=texts,
-    )
-
-
-def plot_measured_overlap(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
-    """Measured facts about overlap (filled) and ours (hatched); those of one
-    configuration as their mean.
-
-    table: `calibration.overlap_facts`.
-    """
-    # a ratio of speeds of 1.1 is drawn as a gain of 10 %
-    gains = 1.0 * (table["what"] == "speed_ratio")
-    percent = 100 * table[["measured", "predicted"]].sub(gains, axis=0)
-    # facts of a kind stand together, in the order of the legend
-    order = table["what"].map(list(_FACTS).index)
-    keys = [order.rename("order"), table["what"], table["run"]]
-    means = percent.groupby(keys, sort=False).mean().reset_index()
-    means = means.sort_values("order", kind="stable")
-    fills = [_FACTS[what][1] for what in means["what"]]
-    ax = ax or new_axes(height=1.6 + 0.3 * len(means))
-    sources = {"measured": None, "predicted": "simulated"}
-    for number, (who, source) in enumerate(sources.items()):
-        bars(
-            ax,
-            means[who],
-            fill=fills,
-            source=source,
-            slot=(number, 2),
-            notes=means[who].map("{:.0f}".format),
-        )
-    key = [patch_key(label, fill) for label, fill in _FACTS.values()]
-    key.append(patch_key("ours, below what was measured", fill_of(GREY, "simulated")))
-    off = table["error"].abs().groupby(table["what"]).mean() * 100
-    return finish(
-        ax,
-        means.drop(columns="order"),
-        f"Overlap is off by {off['overlap']:.0f} points, exposed shares by "
-        f"{off['exposed_share']:.0f}, speed ratios by {off['speed_ratio']:.0f} %",
-        x="per cent",
-        rows=[shorten(run, 72) for run in means["run"]],
-        key=key,
-        columns=2,
     )
