@@ -70,8 +70,8 @@ def walked_bubble_s(steps: Steps, costs: LayerCosts, stages: Stages) -> Number:
 
 @lru_cache(maxsize=4096)
 def _paths(cut):
-    """How often each kind of seconds is on the longest paths of an order, (paths, 11),
-    and in the work of its stages, (stages, 11).
+    """Counts of each kind of seconds on the longest paths of an order, (paths, 11), and
+    in the work of its stages, (stages, 11).
     """
     plan = plan_of_cut(cut)
     schedule, count, layers = map(int, cut[-3:])
