@@ -4,6 +4,7 @@ any shape.
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 from support import passes_held, refused
@@ -11,6 +12,7 @@ from support import passes_held, refused
 from madmax_lib.simulator.costs import schedules
 from madmax_lib.simulator.costs.schedules import order, turns
 from madmax_lib.simulator.events.engine import Program, run
+from madmax_lib.simulator.steady import walk
 
 FOLDED = ("zbv", "dualpipev")
 
@@ -70,6 +72,23 @@ def test_bubble_of_a_v(pp, m, b, w):
     assert zbv == pytest.approx(1 + (pp - 2) * max(1, w), abs=1e-9)
     dual = 2 * (step_s("dualpipev", pp, m, 2, backward=b, weight=w) - work)
     assert dual == pytest.approx((pp - 1) * (1 + b - min(1, b, w)), abs=1e-9)
+
+
+@pytest.mark.parametrize(("pp", "m"), [(2, 5), (4, 8), (4, 11), (8, 17)])
+@pytest.mark.parametrize(
+    ("number", "v"), [(0, 1), (0, 2), (1, 2), (2, 2)], ids=["zb", "zb2", "zbv", "dual"]
+)
+def test_the_longest_paths_end_when_the_last_pass_does(number, v, pp, m):
+    """One layer a chunk, without ends: seconds that the paths were not drawn with."""
+    schedule = walk._SCHEDULES[number]
+    folds = schedule in FOLDED
+    m += m % pp if v == 2 and not folds else 0
+    counts, work = walk._paths((pp, v, 0, 0, 0, 0, folds, number, m, pp * v))
+    for b, w in [(1.0, 1.0), (2.0, 1.0), (1.0, 0.1), (2.9, 0.4), (0.7, 1.5)]:
+        seconds = np.r_[[1, b, w], np.zeros(8)] / v
+        whole_s = step_s(schedule, pp, m, v, backward=b, weight=w)
+        assert (counts @ seconds).max() == pytest.approx(whole_s, rel=0.01)
+        assert (work @ seconds).max() == pytest.approx(m * (1 + b + w))
 
 
 TORCH = {

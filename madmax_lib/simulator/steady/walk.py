@@ -85,6 +85,8 @@ def _paths(cut):
     work[..., :2, 9] = 1  # wgrad is beside nothing
     rng = np.random.default_rng(0)
     seconds = 4.0 ** rng.uniform(-4, 1, (_DRAWS, _KINDS))
+    # all beside layers is often small
+    seconds[:, 3:] *= rng.random((_DRAWS, 1)) ** 4
     free = np.zeros((plan.pp, _DRAWS, _KINDS))  # the path to the end of each stage
     ends = {}
     steps = turns(_SCHEDULES[schedule], plan.pp, count, plan.interleave)
