@@ -25,10 +25,9 @@ from madmax_lib.traces.read.events import (
     NotATrace,
     OtherContent,
     RawTrace,
-    uncollected,
 )
 from madmax_lib.traces.read.files import rank_in_name
-from madmax_lib.traces.read.perfetto import chrome_text, is_perfetto
+from madmax_lib.traces.read.perfetto import chrome_lists, is_perfetto
 from madmax_lib.traces.read.salvage import (
     BETWEEN,
     EVENT_START,
@@ -76,7 +75,10 @@ def decode_pieces(
     number = EXACT if exact else None
     quick = None if event else msgspec.json.Decoder(list[QUICK], float_hook=number)
     decoder = msgspec.json.Decoder(list[event or Event], float_hook=number)
-    with contextlib.closing(_text_blocks(trace)) as blocks:
+    if packets := packets_of(trace):
+        yield from map(decoder.decode, chrome_lists(trace, packets))
+        return
+    with contextlib.closing(_file_blocks(trace)) as blocks:
         text = _find_events(trace, blocks)
         piece = Decoded([])
         wanted_bytes = 0
@@ -108,6 +110,15 @@ def decode_pieces(
             trace.events += len(piece.events)
             yield piece.events
         _read_rest(trace, blocks, piece.rest or b"")
+
+
+def packets_of(trace: RawTrace) -> bytes:
+    """Bytes of a file of Perfetto's packets, uncompressed; none of another."""
+    with contextlib.closing(_file_blocks(trace)) as blocks:
+        first = next(blocks, b"")
+        if is_perfetto(first) and not trace.path.name.endswith(_XPLANE):
+            return b"".join((first, *blocks))
+    return b""
 
 
 def _at_least(blocks, length):
@@ -158,10 +169,8 @@ def _skip_event(trace, blocks, text):
     return text[start.end() :]
 
 
-def _text_blocks(trace):
-    """Uncompressed text in blocks, whatever the file is called; a broken stream ends
-    early and says so.
-    """
+def _file_blocks(trace):
+    """Uncompressed file in blocks; a broken stream ends early and says so."""
     with open(trace.path, "rb") as file:
         magic = file.read(2)
         file.seek(0)
@@ -170,13 +179,7 @@ def _text_blocks(trace):
             blocks = _inflate(trace, file)
         elif magic in _PACKED:
             blocks = _unpack(trace, _PACKED[magic](file))
-        first = next(blocks, b"")
-        if is_perfetto(first) and not trace.path.name.endswith(_XPLANE):
-            with uncollected():
-                yield from chrome_text(trace, b"".join((first, *blocks)))
-        else:
-            yield first
-            yield from blocks
+        yield from blocks
 
 
 def _unpack(trace, stream):

@@ -7,19 +7,27 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 import numpy as np
+import pandas as pd
 
-from madmax_lib.traces.read.chrome import decode_pieces
-from madmax_lib.traces.read.events import Args, Event, NotATrace, RawTrace
+from madmax_lib.traces.read.chrome import decode_pieces, packets_of
+from madmax_lib.traces.read.events import (
+    FAR_NS,
+    Args,
+    Event,
+    NotATrace,
+    RawTrace,
+    uncollected,
+)
+from madmax_lib.traces.read.perfetto import read_packets
 from madmax_lib.traces.read.values import (
+    Codes,
     NeedsDecimal,
     dtype_bytes,
-    floats,
     integer,
     integers,
     nanoseconds,
@@ -29,36 +37,14 @@ Result = TypeVar("Result")
 
 _BATCH = 4000  # events whose columns are made at once
 _NO_ARGS = Args()
-
-
-class Codes(dict):
-    """Numbers values in order of appearance."""
-
-    def __missing__(self, key):
-        code = self[key] = len(self)
-        return code
-
-    def of(self, values: list) -> np.ndarray:
-        """Codes (n,) int32 of values; what cannot be a key counts as its text."""
-        try:
-            return np.fromiter(
-                map(self.__getitem__, values), dtype=np.int32, count=len(values)
-            )
-        except TypeError:  # a name or thread that is a list
-            return np.array([self[_key(value)] for value in values], dtype=np.int32)
-
-    def number(self, value) -> int:
-        """Code of a value that may not be there, then -1."""
-        return self.get(_key(value), -1)
-
-
-def _key(value):
-    """A value that can be a key, or its text."""
-    try:
-        hash(value)
-    except TypeError:
-        return tuple(map(_key, value)) if isinstance(value, tuple) else str(value)
-    return value
+# columns of packets' notes that are numbers as they stand; later keys win
+_NUMBERS = {
+    "stream": "stream",
+    "correlation": "correlation",
+    "external id": "op",
+    "External Id": "op",
+    "External id": "op",
+}
 
 
 @dataclass
@@ -80,22 +66,14 @@ class EventColumns:
     threads: list[tuple]  # pid, tid
     groups: list[str]  # the first is "", none
     group_rank: int | None  # global rank by the metadata of a collective
-    # float64 as HTA sees it; this and the next two only on request
-    ts_us: np.ndarray | None = None
-    dur_us: np.ndarray | None = None
-    whole_us: np.ndarray | None = None  # bool, where a start has no decimal point
 
     def __len__(self):
         return len(self.start_ns)
 
 
-def read_columns(
-    path: str | Path, *, hta: bool = False
-) -> tuple[EventColumns, RawTrace]:
-    """Read one trace file; see `chrome.decode_pieces` for the errors. hta: with the
-    float64 times that HTA sees.
-    """
-    trace, columns = with_exact_times(path, partial(_gather, hta=hta))
+def read_columns(path: str | Path) -> tuple[EventColumns, RawTrace]:
+    """Read one trace file; see `chrome.decode_pieces` for the errors."""
+    trace, columns = with_exact_times(path, _gather)
     trace.warn_of_loss()
     return columns, trace
 
@@ -120,9 +98,26 @@ def with_exact_times(
         raise NotATrace(f"{path}: lists nested too deep for a profiler trace") from None
 
 
-def _gather(trace, exact, hta):
+def _gather(trace, exact):
     codes = {key: Codes() for key in ("name", "category", "thread", "group")}
     codes["group"].of([""])  # code 0: none
+    if data := packets_of(trace):
+        with uncollected():
+            arrays, group_rank = _of_packets(trace, data, codes)
+    else:
+        arrays, group_rank = _of_events(trace, exact, codes)
+    return EventColumns(
+        **arrays,
+        names=_distinct(codes["name"], arrays["name"]),
+        categories=[str(category).strip().lower() for category in codes["category"]],
+        threads=list(codes["thread"]),
+        groups=list(codes["group"]),
+        group_rank=group_rank,
+    )
+
+
+def _of_events(trace, exact, codes):
+    """Columns of a Chrome trace, piece by piece, and the rank that it tells."""
     # bytes that grow: arrays of each piece would keep its memory in use
     columns = defaultdict(bytearray)
     group_rank = None
@@ -132,9 +127,8 @@ def _gather(trace, exact, hta):
         trace.nameless += len(nameless)
         info = trace.envelope.get("distributedInfo")
         if group_rank is None and not (isinstance(info, dict) and "rank" in info):
-            ranks = (_global_rank(event.args) for event in rows if event.args)
-            group_rank = next((rank for rank in ranks if rank is not None), None)
-        piece = _piece(rows, codes, exact, hta)
+            group_rank = _first_rank(event.args for event in rows if event.args)
+        piece = _piece(rows, codes, exact)
         for key, values in piece.items():
             columns[key] += values.tobytes()
         # those whose times are no numbers count as unreadable
@@ -145,14 +139,46 @@ def _gather(trace, exact, hta):
         key: np.frombuffer(columns.pop(key), values.dtype)
         for key, values in piece.items()
     }
-    return EventColumns(
-        **arrays,
-        names=_distinct(codes["name"], arrays["name"]),
-        categories=[str(category).strip().lower() for category in codes["category"]],
-        threads=list(codes["thread"]),
-        groups=list(codes["group"]),
-        group_rank=group_rank,
-    )
+    return arrays, group_rank
+
+
+def _of_packets(trace, data, codes):
+    """Columns of a file of packets, and the rank that it tells."""
+    packets = read_packets(trace, data, Args.__struct_encode_fields__)
+    texts = list(packets.texts)
+    count = len(packets.columns["name"])
+    columns = packets.columns | {key: np.full(count, -1) for key in _NUMBERS.values()}
+    row, key, value = packets.notes
+    for name, column in _NUMBERS.items():
+        of_name = key == packets.texts.number(name)
+        columns[column][row[of_name]] = integers(value[of_name].tolist())
+        key = np.where(of_name, 0, key)
+    others = defaultdict(dict)
+    for note in np.flatnonzero(key).tolist():
+        others[row[note]][texts[key[note]]] = value[note]
+    sound = np.maximum(columns["start_ns"], columns["dur_ns"]) < FAR_NS
+    lost = count - sound.sum()
+    trace.events -= lost
+    trace.skipped += lost
+    sound &= columns["category"] != packets.texts.number("Trace")
+    noted = [row for row in sorted(others) if sound[row]]
+    args = msgspec.convert([others[row] for row in noted], list[Args])
+    args = [_with_annotation(each) if each.annotation else each for each in args]
+    columns["stream"] = _streams(columns["stream"])
+    columns["size_bytes"] = np.full(count, np.nan)
+    columns["group"] = np.zeros(count, dtype=np.int32)
+    columns["size_bytes"][noted], columns["group"][noted] = _notes(args, codes["group"])
+    columns = {key: values[sound] for key, values in columns.items()}
+    labels = {"name": texts, "category": texts, "thread": list(packets.threads)}
+    for key, values in labels.items():
+        code, present = pd.factorize(columns[key])
+        columns[key] = codes[key].of([values[each] for each in present])[code]
+    return columns, _first_rank(args)
+
+
+def _first_rank(args):
+    ranks = map(_global_rank, args)
+    return next((rank for rank in ranks if rank is not None), None)
 
 
 def batches(pieces: Iterator[list[Event]]) -> Iterator[list[Event]]:
@@ -202,55 +228,41 @@ def _with_annotation(args):
     return args
 
 
-def _piece(rows, codes, exact, hta):
-    ts = [e.ts for e in rows]
-    dur = [e.dur for e in rows]
-    start_ns, start_is_number = nanoseconds(ts, exact)
-    dur_ns, dur_is_number = nanoseconds(dur, exact)
+def _piece(rows, codes, exact):
+    start_ns, start_is_number = nanoseconds([e.ts for e in rows], exact)
+    dur_ns, dur_is_number = nanoseconds([e.dur for e in rows], exact)
     sound = start_is_number & dur_is_number
     if not sound.all():  # an event without times cannot be placed: again without it
         rows = [event for event, good in zip(rows, sound, strict=True) if good]
-        return _piece(rows, codes, exact, hta)
+        return _piece(rows, codes, exact)
     args = [e.args or _NO_ARGS for e in rows]
     size_bytes, group = _notes(args, codes["group"])
-    piece = {
+    op = integers([a.external_id for a in args])
+    for spelling in ("external_id_new", "external_id_old"):
+        # few rows lack an id, most of them because they have none at all
+        without = np.flatnonzero(op == -1).tolist()
+        op[without] = integers([getattr(args[row], spelling) for row in without])
+    return {
         "start_ns": start_ns,
         "dur_ns": dur_ns,
-        "stream": _streams([a.stream for a in args]),
+        "stream": _streams(integers([a.stream for a in args])),
         "correlation": integers([a.correlation for a in args]),
-        "op": _external_ids(args),
+        "op": op,
         "size_bytes": size_bytes,
         "name": codes["name"].of([e.name for e in rows]),
         "category": codes["category"].of([e.cat for e in rows]),
         "thread": codes["thread"].of([(e.pid, e.tid) for e in rows]),
         "group": group,
     }
-    if hta:
-        piece |= {"ts_us": floats(ts), "dur_us": floats(dur)}
-        piece["whole_us"] = np.array([type(value) is int for value in ts], dtype=bool)
-    return piece
 
 
-def _streams(values):
+def _streams(streams):
     """(n,) int32 stream numbers, -1 for none; one too large for that keeps its lower
     bits.
     """
-    streams = integers(values)
     lower_bits = streams % 2**31
     small = np.where(streams < 2**31, np.maximum(streams, -1), lower_bits)
     return small.astype(np.int32)
-
-
-def _external_ids(args):
-    """(n,) operator ids, whichever way their key is written."""
-    ids = integers([a.external_id for a in args])
-    # few rows lack "External id", most of them because they have none at all
-    for row in np.flatnonzero(ids == -1).tolist():
-        spellings = (args[row].external_id_new, args[row].external_id_old)
-        value = next((each for each in spellings if each is not None), None)
-        if value is not None:
-            ids[row] = integer(value)
-    return ids
 
 
 def _notes(args, groups):

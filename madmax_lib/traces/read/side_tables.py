@@ -24,13 +24,12 @@ from madmax_lib.timeline.timeline import SPANS, Timeline
 from madmax_lib.traces.read.cache import cached, content_sha256
 from madmax_lib.traces.read.chrome import decode_pieces
 from madmax_lib.traces.read.event_columns import (
-    Codes,
     batches,
     complete,
     with_exact_times,
 )
 from madmax_lib.traces.read.events import Args, Event
-from madmax_lib.traces.read.values import FAR_US, integers, nanoseconds
+from madmax_lib.traces.read.values import FAR_US, Codes, integers, nanoseconds
 
 # allreduce, _allreduce_base and ALL-REDUCE are all_reduce; the order is that of
 # COLLECTIVES, in which a reduce-scatter is found before reduce and scatter

@@ -51,7 +51,7 @@ def read_file(
 
 
 def _read(path, hta, user_kinds):
-    columns, trace = read_columns(path, hta=hta)
+    columns, trace = read_columns(path)
     table = load_kinds(user_kinds)
     rank = _rank(columns, trace)
     spans = _spans(columns, trace, rank, hta, table)
@@ -265,10 +265,13 @@ def _hta_times(columns):
     """Start rounded up and end rounded down to whole microseconds, in float64, once any
     start has decimals.
     """
-    if columns.whole_us.all():
+    if not (columns.start_ns % 1000).any():
         return columns.start_ns, columns.dur_ns
-    start_us = np.ceil(columns.ts_us).astype(np.int64)
-    end_us = np.floor(columns.ts_us + columns.dur_us).astype(np.int64)
+    # the floats of the file's decimals, whose sum is rounded; ns would not fit into one
+    whole_us, ns = np.divmod(columns.start_ns, 1000)
+    start_us = whole_us + ns / 1000
+    end_us = np.floor(start_us + columns.dur_ns / 1000).astype(np.int64)
+    start_us = np.ceil(start_us).astype(np.int64)
     return start_us * 1000, (end_us - start_us) * 1000
 
 

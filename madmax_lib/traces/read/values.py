@@ -68,13 +68,6 @@ def _decimal_ns(us):
     return None
 
 
-def floats(us: list) -> np.ndarray:
-    """(n,) float64 of numbers, some of which may be text."""
-    is_plain = set(map(type, us)) <= {int, float}
-    numbers = us if is_plain else [float(EXACT(value)) for value in us]
-    return np.fromiter(numbers, dtype=np.float64, count=len(us))
-
-
 def integers(values: list, missing: int = -1) -> np.ndarray:
     """(n,) int64, `missing` where there is none or no integer."""
     numbers = None
@@ -124,3 +117,33 @@ def recorded_dtype(kind: str) -> str:
     name = kind.lower().removeprefix("c10::").removesuffix(" int")
     name = _dtypes()["dtype"].get(name, name)
     return "" if math.isnan(dtype_bytes(name)) else name
+
+
+class Codes(dict):
+    """Numbers values in order of appearance."""
+
+    def __missing__(self, key):
+        code = self[key] = len(self)
+        return code
+
+    def of(self, values: list) -> np.ndarray:
+        """Codes (n,) int32 of values; what cannot be a key counts as its text."""
+        try:
+            return np.fromiter(
+                map(self.__getitem__, values), dtype=np.int32, count=len(values)
+            )
+        except TypeError:  # a name or thread that is a list
+            return np.array([self[_key(value)] for value in values], dtype=np.int32)
+
+    def number(self, value) -> int:
+        """Code of a value that may not be there, then -1."""
+        return self.get(_key(value), -1)
+
+
+def _key(value):
+    """A value that can be a key, or its text."""
+    try:
+        hash(value)
+    except TypeError:
+        return tuple(map(_key, value)) if isinstance(value, tuple) else str(value)
+    return value
