@@ -43,13 +43,10 @@ def chunk_layers(layers: int, plan: Plan) -> list[list[range]]:
         parts = _ranges(_uneven(layers, plan))
     else:
         parts = _stage_layers(layers, pp * chunks)
-    return [
-        [
-            parts[chunk * pp + stage_of_chunk(chunk, stage, pp, plan.folds)]
-            for chunk in range(chunks)
-        ]
-        for stage in range(pp)
-    ]
+    if plan.folds:
+        parts[pp:] = reversed(parts[pp:])
+    # every pp-th part, from the stage's own, is one of its chunks
+    return [parts[stage::pp] for stage in range(pp)]
 
 
 def stage_of_chunk(chunk: int, position: int, pp: int, folds: bool) -> int:

@@ -92,8 +92,8 @@ class StepBuilder:
         blocks = builder.batch.chunks[stage][chunk]
         pass_ = builder.new_pass(blocks, direction, last)
         pass_.with_weights = with_weights
-        pp = self.plan.pp
-        virtual = chunk * pp + stage_of_chunk(chunk, stage, pp, self.plan.folds)
+        plan = self.plan
+        virtual = chunk * plan.pp + stage_of_chunk(chunk, stage, plan.pp, plan.folds)
         if direction == "weight":
             builder.weights(pass_, blocks, last)
         elif direction == "forward":
@@ -116,11 +116,10 @@ class StepBuilder:
         receive it; where it stops the host, the stage waits for it.
         """
         stage, to = way
-        if not 0 <= to < self.plan.pp * self.plan.interleave:
+        plan = self.plan
+        if not 0 <= to < plan.pp * plan.interleave:
             return
-        receiver = stage_of_chunk(
-            *divmod(to, self.plan.pp), self.plan.pp, self.plan.folds
-        )
+        receiver = stage_of_chunk(*divmod(to, plan.pp), plan.pp, plan.folds)
         if receiver == stage:  # the turn of a V
             pass_.sends = max(ready)
             return
@@ -128,7 +127,7 @@ class StepBuilder:
         size_bytes = builder.batch.sent_bytes
         # a node holds the devices of both stages, or not
         low, high = sorted((stage, receiver))
-        devices = self.plan.world_size // self.plan.pp
+        devices = plan.world_size // plan.pp
         node = self.case.cluster.devices_per_node
         is_near = low * devices // node == ((high + 1) * devices - 1) // node
         pair = "same node" if is_near else "other node"

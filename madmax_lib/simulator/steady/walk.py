@@ -77,8 +77,8 @@ def _paths(cut):
     schedule, count, layers = map(int, cut[-3:])
     sizes = [[len(chunk) for chunk in stage] for stage in chunk_layers(layers, plan)]
     # (stages, chunks, passes, kinds)
-    work = np.zeros((plan.pp, plan.interleave, len(_PASSES), _KINDS))
-    passes = np.arange(len(_PASSES))
+    work = np.zeros((plan.pp, plan.interleave, 3, _KINDS))
+    passes = np.arange(3)
     work[..., passes, passes] = np.array(sizes)[..., None]
     work[0, 0, passes, passes + 3] = 1
     work[plan.head_stage, -1, passes, passes + 6] = 1
