@@ -293,12 +293,13 @@ def _schedules(space, case, pp, micro_batches):
     if space.usual_interleave:
         usual = [chunks for chunks in counts if chunks <= _USUAL_CHUNKS]
         counts = counts[: max(len(usual), 2)]
-    launched = dict.fromkeys(_USUAL + case.software.schedules)
-    schedules = space.schedule or tuple(launched)
+    tried = _USUAL + case.software.schedules
+    schedules = space.schedule or tuple(dict.fromkeys(tried))
     for schedule in schedules if micro_batches > 1 else schedules[:1]:
         if schedule == "dualpipev" and micro_batches < 2 * pp:
             continue
-        allowed = _among(_CHUNKS.get(schedule, counts), cuts)
+        allowed = counts if schedule in _USUAL else cuts  # a V has no rounds
+        allowed = _among(_CHUNKS.get(schedule), allowed)
         for chunks in _among(space.interleave, allowed):
             yield from (_Schedule(schedule, chunks, *ends) for ends in cuts[chunks])
 

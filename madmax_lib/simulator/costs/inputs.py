@@ -301,8 +301,7 @@ def _traits(case):
         # with a capacity, tokens beyond it are dropped and no count is needed
         mixture = np.where(np.asarray(plan.capacity) > 0, "dropped", mixture)
         mixture = ClassColumn.of(mixture) if mixture.ndim else mixture.item()
-    is_plain = (plan.schedule == "1f1b") | (plan.schedule == "gpipe")
-    in_turn = is_plain & (plan.interleave == 1)
+    in_turn = (plan.schedule != "zero-bubble") & (plan.interleave == 1)
     return SoftwareTraits(
         kernels=software.kernels,
         stack=software.rates or software.name,

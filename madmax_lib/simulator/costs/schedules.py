@@ -13,7 +13,6 @@ ones run back from the last stage to the first: the orders of torch.
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import NamedTuple
 
 from madmax_lib.plan.layers import stage_of_chunk
 
@@ -118,29 +117,22 @@ def _numbered(words, micro_batches):
             yield _DIRECTIONS[direction], int(chunk), number
 
 
-class Turn(NamedTuple):
-    """A slot of a stage."""
-
-    stage: int
-    slot: Slot
-    awaits: tuple[int, Slot] | None  # the stage and slot whose message it waits for
-    with_weights: bool  # a backward pass that computes gradients of weights, too
-
-
 def turns(
     schedule: str, pp: int, micro_batches: int, chunks: int = 1
-) -> Iterator[Turn]:
+) -> Iterator[tuple]:
     """Slots of all stages such that everything comes after what it waits for; each
     stage keeps its own order.
 
+    Yields the stage, its slot, the stage and slot whose message that waits for, if any,
+    and whether it is a backward pass that computes gradients of weights, too.
+
     Raises ValueError if the stages wait for each other.
 
-    >>> [turn.stage for turn in turns("1f1b", 2, 1)]
+    >>> [stage for stage, *_ in turns("1f1b", 2, 1)]
     [0, 1, 1, 0]
     """
     folds = schedule in _FOLDED
-    sizes = pp, micro_batches, chunks
-    orders = [order(schedule, stage, *sizes) for stage in range(pp)]
+    orders = [order(schedule, stage, pp, micro_batches, chunks) for stage in range(pp)]
     present = [set(slots) for slots in orders]
     done = {None}
     at = [0] * pp  # what each stage comes to next
@@ -155,7 +147,7 @@ def turns(
                 at[stage] += 1
                 is_split = ("weight", *slot[1:]) in present[stage]
                 with_weights = slot[0] == "backward" and not is_split
-                yield Turn(stage, slot, awaits, with_weights)
+                yield stage, slot, awaits, with_weights
         if sum(at) == before:
             raise ValueError(f"pipeline stages of {schedule} wait for each other")
 

@@ -34,7 +34,7 @@ def bubble_s(steps: Steps, costs: LayerCosts, stages: Stages) -> Number:
         bubble = np.where(several, _interleaved_bubble_s(steps, stages, bubble), bubble)
     if np.any(plan.defers_weights):
         walked_s = walked_bubble_s(steps, costs, stages)
-        bubble = np.where(plan.defers_weights, walked_s, bubble)
+        return np.where(plan.defers_weights, walked_s, bubble)
     return bubble
 
 

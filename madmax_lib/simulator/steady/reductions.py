@@ -178,7 +178,8 @@ def _exposed_reductions(stage, moved, prices):
     after that of the host.
     """
     steps = prices.steps
-    chunks = prices.plan.interleave
+    plan = prices.plan
+    chunks = plan.interleave
     backward_s = stage.backward_s
     last_s = stage.last_backward_s
     in_chunk = stage.layers / chunks
@@ -188,13 +189,13 @@ def _exposed_reductions(stage, moved, prices):
     ready = np.minimum(moved.first_bucket_layers, in_chunk)
     begun_s = ready * stage.layer_s + stage.head_s
     later_s = (1 - 1 / chunks) * steps.round_size * backward_s
-    # stages of ZB-V end up to a W of a chunk (wgrad) after each other: the second has least
-    # time between its last passes
-    turn_s = (prices.plan.schedule == "zbv") * (prices.plan.pp - 2) * last_s / chunks
-    later_s = np.where(prices.plan.folds, turn_s, later_s)
+    # stages of ZB-V end up to a W of a chunk (wgrad) after each other: the second has
+    # least time between its last passes
+    turn_s = (plan.schedule == "zbv") * (plan.pp - 2) * last_s / chunks
+    later_s = np.where(plan.folds, turn_s, later_s)
     rest_s = _left_s(moved, last_s + slower_s, begun_s, later_s, chunks)
     drain_s = _drain_s(stage, slower_s, prices)
-    rest_s = rest_s + slower_s + np.where(prices.plan.defers_weights, 0.0, drain_s)
+    rest_s = rest_s + slower_s + np.where(plan.defers_weights, 0.0, drain_s)
     launched_s = stage.launched_s
     begun_s = ready * launched_s / np.maximum(stage.layers, 1)
     later_s = (1 - 1 / chunks) * steps.round_size * launched_s

@@ -4,6 +4,8 @@ the order of their passes.
     pass begins = max(pass before on its stage ends, pass that it waits for ends)
     bubble = end of the last pass - work of the slowest stage
 
+which grows with the micro-batches where stages differ.
+
 An end is the largest of many sums of the seconds of passes, one for each path, of which
 few are ever the largest. Orders are walked with seconds drawn at random to find these;
 the ends of plans are then sums of few products. With F, B and W of a stage (forward,
@@ -25,11 +27,11 @@ from madmax_lib.simulator.steady.stages import Stages
 
 _SCHEDULES = ("zero-bubble", "zbv", "dualpipev")
 _PASSES = ("forward", "backward", "weight")
-_ROUNDS = 3  # of pp micro-batches; what follows repeats the last one
+_ROUNDS = 3  # of pp micro-batches; others take as long as the last of them
 # Kinds of seconds: the passes of a layer, of the embedding and of the head, then of a
 # pass what lies beside its layers, and what of it other stages do not wait for.
 _KINDS = 11
-_DRAWS = 256  # find all paths but such as are longer by 1 % of a step
+_DRAWS = 128  # find all paths but such as are longer by 1 % of a step
 
 
 def walked_bubble_s(steps: Steps, costs: LayerCosts, stages: Stages) -> Number:
@@ -37,8 +39,7 @@ def walked_bubble_s(steps: Steps, costs: LayerCosts, stages: Stages) -> Number:
     weights; 0 for others.
     """
     plan = steps.plan
-    repeats = np.maximum(steps.micro_batches // plan.pp - _ROUNDS + 1, 0)
-    count = steps.micro_batches - repeats * plan.pp
+    count = np.minimum(steps.micro_batches, _ROUNDS * plan.pp)
     passes = stages.passes
     seconds = [passes.forward_s, passes.dgrad_s, passes.wgrad_s]
     for end in (costs.embedding, costs.head):
@@ -47,22 +48,27 @@ def walked_bubble_s(steps: Steps, costs: LayerCosts, stages: Stages) -> Number:
         seconds += [forward_s, backward_s - wgrad_s, wgrad_s]
     for of_stage_s in (stages.between_passes_s, stages.overlapped_by_peers_s):
         seconds.append(of_stage_s / (2 * plan.interleave))
-    schedule = sum(i * (plan.schedule == name) for i, name in enumerate(_SCHEDULES))
+    schedule = (plan.schedule == "zbv") + 2 * (plan.schedule == "dualpipev")
     cuts, index = cuts_of(plan, schedule, count, steps.shape.layers)
-    deferred, index, *seconds = np.broadcast_arrays(
-        plan.defers_weights, index, *seconds
+    deferred, *columns = np.broadcast_arrays(
+        plan.defers_weights, index, *seconds, steps.micro_batches
     )
-    index = index[deferred]
-    seconds = np.array([part[deferred] for part in seconds])
+    index, *table = (column[deferred] for column in columns)
+    table = np.array(table)
     walked_s = np.empty(len(index))
     for number in np.unique(index):
         rows = index == number
-        # (paths, plans) and (stages, plans); a product of matrices would start threads
-        ends_s, work_s = (
-            np.einsum("ck,kp->cp", counts, seconds[:, rows])
-            for counts in _paths(cuts[number])
+        *cut, count, layers = cuts[number]
+        ends, work = _paths((*cut, count, layers))
+        before, _ = _paths((*cut, max(count - cut[0], 1), layers))
+        *_, batches = table[:, rows]
+        # (paths, plans) or (stages, plans); a product of matrices would start threads
+        end_s, before_s, work_s = (
+            np.einsum("ck,kp->cp", counts, table[:-1, rows]).max(axis=0)
+            for counts in (ends, before, work)
         )
-        walked_s[rows] = ends_s.max(axis=0) - work_s.max(axis=0)
+        more = (batches - count) / cut[0]  # rounds
+        walked_s[rows] = end_s + more * (end_s - before_s) - batches * work_s
     bubble_s = np.zeros(deferred.shape)
     bubble_s[deferred] = walked_s
     return bubble_s
@@ -71,7 +77,7 @@ def walked_bubble_s(steps: Steps, costs: LayerCosts, stages: Stages) -> Number:
 @lru_cache(maxsize=4096)
 def _paths(cut):
     """Counts of each kind of seconds on the longest paths of an order, (paths, 11), and
-    in the work of its stages, (stages, 11).
+    in the work of its stages with a micro-batch, (stages, 11).
     """
     plan = plan_of_cut(cut)
     schedule, count, layers = map(int, cut[-3:])
@@ -105,5 +111,4 @@ def _paths(cut):
             ends[stage, slot] = path.copy()
     last = (free * seconds).sum(axis=2).argmax(axis=0)
     longest = free[last, np.arange(_DRAWS)]
-    busy = count * work.sum(axis=(1, 2))
-    return np.unique(longest, axis=0), np.unique(busy, axis=0)
+    return np.unique(longest, axis=0), np.unique(work.sum(axis=(1, 2)), axis=0)
