@@ -8,11 +8,14 @@ os.environ.setdefault(
     "OPENBLAS_NUM_THREADS", "1"
 )  # tests run side by side, and fits solve small systems
 
+import hypothesis
 import matplotlib
 import pytest
 from support import local_or_skip
 
 matplotlib.use("agg")
+hypothesis.settings.register_profile("untimed", deadline=None)  # tests never time
+hypothesis.settings.load_profile("untimed")
 
 
 def pytest_addoption(parser):

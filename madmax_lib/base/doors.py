@@ -7,6 +7,8 @@ when it is first used [as `lazy_loader.attach_stub`, scientific-python.org/specs
 """
 
 import ast
+import contextlib
+import gc
 import re
 import sys
 from importlib import import_module
@@ -18,6 +20,20 @@ from madmax_lib.base.extras import with_extra
 # what a module defines without an underscore; to parse all modules would slow the import
 # (a function or class, or a constant)
 _PUBLIC = re.compile(r"^(?:def|class) ([A-Za-z]\w*)|^([A-Z]\w*)(?:: .+)? = ", re.M)
+
+
+@contextlib.contextmanager
+def uncollected():
+    """Time without garbage collection: many small objects are made and none becomes
+    garbage.
+    """
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 class _Room(ModuleType):
@@ -33,7 +49,9 @@ class _Room(ModuleType):
         module = self._calls[name]
         is_inside = module == self.__name__
         try:
-            value = import_module(f"{module}.{name}" if is_inside else module)
+            # a sixth of what importing pandas takes
+            with uncollected():
+                value = import_module(f"{module}.{name}" if is_inside else module)
         except ModuleNotFoundError as error:
             raise with_extra(error) from None
         if not is_inside:

@@ -20,22 +20,27 @@ def format_s(duration_s: float) -> str:
     return f"{duration_s / factor:.3g} {unit}"
 
 
-def bytes_unit(size_bytes: float) -> tuple[str, float]:
-    """The decimal unit an engineer would choose for a size, and its bytes.
+# decimal, as data sheets of memory bandwidth and links count
+_DECIMAL = {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3}
+# what memory holds
+_BINARY = {"TiB": 2.0**40, "GiB": 2.0**30, "MiB": 2.0**20, "KiB": 2.0**10}
 
-    >>> bytes_unit(2.5e6)
-    ('MB', 1000000.0)
+
+def bytes_unit(size_bytes: float, *, binary: bool = False) -> tuple[str, float]:
+    """The unit an engineer would choose for a size, and its bytes; binary: of memory.
+
+    >>> bytes_unit(2.5e6), bytes_unit(2.5e6, binary=True)
+    (('MB', 1000000.0), ('MiB', 1048576.0))
     """
-    # decimal, as data sheets of memory bandwidth and links count; not GiB
-    units = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+    units = (_BINARY if binary else _DECIMAL).items()
     return next((unit for unit in units if size_bytes >= unit[1]), ("B", 1.0))
 
 
-def format_bytes(size_bytes: float) -> str:
+def format_bytes(size_bytes: float, *, binary: bool = False) -> str:
     """A size as text.
 
     >>> format_bytes(25_557_032), format_bytes(12)
     ('25.6 MB', '12 B')
     """
-    unit, factor = bytes_unit(size_bytes)
+    unit, factor = bytes_unit(size_bytes, binary=binary)
     return f"{size_bytes / factor:.3g} {unit}"

@@ -1,3 +1,4 @@
+from madmax_lib.catalog.data_files import *
 from madmax_lib.catalog.datasets import (
     PROJECT as PROJECT,
     SHIPPED as SHIPPED,
@@ -11,6 +12,7 @@ from madmax_lib.catalog.hardware import (
     Host as Host,
     Link as Link,
 )
+from madmax_lib.catalog.kernel_rates import OPERANDS as OPERANDS
 from madmax_lib.catalog.listing import clusters as clusters, devices as devices
 from madmax_lib.catalog.models import (
     DLRM as DLRM,

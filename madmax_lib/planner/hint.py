@@ -56,7 +56,7 @@ def hint(problem: SearchProblem, different: pd.DataFrame) -> str:
     gain, best = max(zip(gains, batches, strict=True), default=(1.0, batch))
     if gain > _WORTH:
         return (
-            f"batch {best:,} would be {gain:.2f}x faster per sample: it shares "
+            f"batch {best:,} would be {gain:.2f}x faster per sample; it shares "
             f"the divisor {math.gcd(best, world):,} with the devices, {batch:,} only "
             f"{math.gcd(batch, world):,}"
         )
@@ -67,14 +67,12 @@ def hint(problem: SearchProblem, different: pd.DataFrame) -> str:
     gain, best = max(zip(gains, fewer, strict=True), default=(1.0, nodes))
     if gain > _WORTH:
         devices = best * case.cluster.devices_per_node
-        return (
-            f"{devices:,} devices would be {gain:.2f}x faster: more degrees divide them"
-        )
+        return f"{devices:,} devices would be {gain:.2f}x faster, as more degrees divide them"
     if twice > _WORTH_TWICE:
-        why = "fixed costs for more samples"
+        why = "more samples share the fixed costs"
         if different["pp"].iloc[0] > 1:
-            why = "more micro-batches for each pipeline"
-        return f"batch {2 * batch:,} would be {twice:.2f}x faster per sample: {why}"
+            why = "each pipeline gets more micro-batches"
+        return f"batch {2 * batch:,} would be {twice:.2f}x faster per sample, as {why}"
     return ""
 
 

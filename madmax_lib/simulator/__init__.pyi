@@ -4,6 +4,7 @@ from madmax_lib.catalog.measured_collectives import (
 )
 from madmax_lib.plan.case import Case as Case
 from madmax_lib.simulator.estimate import estimate as estimate
+from madmax_lib.simulator.layers.ops import BYTES as BYTES
 from madmax_lib.simulator.memory.memory import (
     by_phase as by_phase,
     memory as memory,
@@ -30,6 +31,7 @@ from madmax_lib.simulator.power import (
     power_phases as power_phases,
     step_energy as step_energy,
 )
+from madmax_lib.simulator.rates.compute import distinct_bins as distinct_bins
 from madmax_lib.simulator.rates.parameters import (
     Parameters as Parameters,
     bounds as bounds,

@@ -147,7 +147,8 @@ def _read_csv(path):
                     f"{path}: {name} {word!r} is not one of {', '.join(words)}"
                 )
         try:
-            re.compile(row.pattern)
+            # as `_matcher` does, which finds it in the cache of `re`
+            re.compile(row.pattern, re.IGNORECASE)
         except re.error as error:
             raise ValueError(
                 f"{path}: pattern {row.pattern!r} is not a regular expression: {error}"

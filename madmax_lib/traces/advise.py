@@ -90,7 +90,7 @@ def _beside_replay(table, recording):
     if not is_less.any() or not abs(free["replay_error"]) < _ALIKE:
         return table
     saved = format_s(max(free["saved_s"], 0.0))
-    note = f"; replayed without any communication the step is {saved} shorter"
+    note = f"; a replay without any communication saves at most {saved} per step"
     return table.assign(evidence=table["evidence"] + np.where(is_less, note, ""))
 
 
@@ -147,9 +147,9 @@ def _exposed(part, alone_s):
     total_s = part["duration_s"].sum()
     waited_s = part["wait_s"].sum()
     share = alone_s / max(total_s, 1e-12)
-    evidence = f"{share:.0%} of {format_s(total_s)} in {len(part)} calls exposed"
+    evidence = f"{len(part)} calls take {format_s(total_s)}: {share:.0%} exposed"
     if waited_s > 0:
-        evidence += f"; {waited_s / total_s:.0%} is waiting for late ranks"
+        evidence += f", {waited_s / total_s:.0%} waiting for late ranks"
     return evidence
 
 
@@ -163,7 +163,7 @@ def _small_messages(part, where, exposed_s):
     size, rate = slow[["size_bytes", "rate"]].median() if len(slow) else (0.0, 0.0)
     evidence = (
         f"{len(slow)} calls of median {format_bytes(size)} at {format_bytes(rate)}/s "
-        f"bus bandwidth; {format_bytes(best['size_bytes'])} reach "
+        f"bus bandwidth; one of {format_bytes(best['size_bytes'])} reaches "
         f"{format_bytes(best['rate'])}/s"
     )
     gain_s = (slow["lost_s"] * (1 - slow["rate"] / best["rate"])).sum()
@@ -192,13 +192,12 @@ def _host(timeline):
     of_idle = f"of {format_s(by_rank['idle_s'].sum())} idle"
     launching_s = by_rank["launching_s"]
     gain_s = launching_s.sum()
-    evidence = f"{format_s(gain_s)} {of_idle} lie inside launches"
+    evidence = f"launches cause {format_s(gain_s)} {of_idle}"
     yield Finding("launch-bound", _worst(launching_s), gain_s, evidence)
     other_s = by_rank["launch_bound_s"] - launching_s
     gain_s = other_s.sum()
     evidence = (
-        f"during {format_s(gain_s)} {of_idle} the host is late for another reason "
-        "than launches"
+        f"the host is late for {format_s(gain_s)} {of_idle}, not because of launches"
     )
     yield Finding("host wait", _worst(other_s), gain_s, evidence)
     late_start_s = by_rank["late_start_s"]
@@ -231,7 +230,7 @@ def _other_idle(timeline):
     passes_on = (table["collective"].isin(POINT_TO_POINT) & named).any()
     cause = "pipeline bubble" if passes_on else "other idle"
     of_idle = f"{format_s(left_s.sum())} of {format_s(idle_s.sum())} idle"
-    evidence = f"{of_idle} are not caused by the host"
+    evidence = f"the host does not cause {of_idle}"
     yield Finding(cause, _worst(left_s), left_s.sum(), evidence)
 
 
@@ -272,7 +271,9 @@ def _copies(timeline):
     longest = (
         copies.groupby("name", observed=True)["dur_ns"].sum().nlargest(1).index.tolist()
     )
-    evidence = f"{len(copies)} copies, most time in {longest[0] if longest else ''}"
+    evidence = (
+        f"{len(copies)} copies, most of their time in {longest[0] if longest else ''}"
+    )
     yield Finding("exposed copies", _worst(alone_s), alone_s.sum(), evidence)
 
 

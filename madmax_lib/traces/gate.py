@@ -273,9 +273,9 @@ def _too_few_steps(timeline, count):
     advice = "mark steps with profiler.step()"
     if steps(timeline)["annotated"].any():
         most = _LEAST_STEPS + 2
-        advice = f"record {most} or more: the first may be warm-up, the last cut"
+        advice = f"record {most} or more, as the first may be warm-up and the last cut"
     rule = f"a gate needs {_LEAST_STEPS}; {advice}"
-    return f"{name}: {count} steps that are neither warm-up nor cut, {rule}"
+    return f"{name}: {count} steps that are neither warm-up nor cut; {rule}"
 
 
 def _operations(timeline, counted):

@@ -2,6 +2,7 @@
 a page is made without it.
 """
 
+import numpy as np
 import pandas as pd
 
 from madmax_lib.simulator.events.engine import Stream
@@ -60,18 +61,16 @@ def lanes(spans: pd.DataFrame, meta: Meta | None = None) -> pd.DataFrame:
     """Rank, stream, place and label of each row to draw; with the meta of a step
     simulated here, streams have names.
 
-    By rank, device before host, computing before communicating, then number.
+    By rank, device before host, then number.
     """
     # only the simulator's own steps have its streams; an imported one may be anybody's
     simulated = meta is not None and meta.source == "simulated"
     named = simulated and "plan" in meta.provenance
-    is_comm = spans["kind"].eq("comm")
-    share = is_comm.groupby([spans["rank"], spans["stream"]]).mean().reset_index()
-    # threads of the host have negative numbers
-    keys = {"host": share["stream"] < 0, "talks": share["kind"] > 0.5}
-    keys["number"] = share["stream"].abs()
-    rows = share.assign(**keys).sort_values(["rank", *keys], ignore_index=True)
-    rows = rows[["rank", "stream"]]
+    rows = spans[["rank", "stream"]].drop_duplicates()
+    # threads of the host have negative numbers; lexsort takes the last key first
+    stream = rows["stream"]
+    order = np.lexsort((stream.abs(), stream < 0, rows["rank"]))
+    rows = rows.iloc[order].reset_index(drop=True)
     return rows.assign(
         place=rows.index,
         label=[row_label(*row, named=named) for row in rows.itertuples(index=False)],

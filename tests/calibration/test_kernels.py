@@ -5,6 +5,7 @@ out.
 import numpy as np
 import pandas as pd
 import pytest
+from aiconfigurator import read_tables
 from support import local_or_skip
 
 from madmax_lib import catalog
@@ -90,7 +91,7 @@ def test_a_bench_is_read(tmp_path):
 def measured():
     folder = local_or_skip("kernels")
     names = ("gemm", "attention", "collectives")
-    table = read_kernels(folder / f"{name}.parquet" for name in names)
+    table = read_tables(folder / f"{name}.parquet" for name in names)
     out = held_out(table)
     return table[~out], table[out]
 
@@ -140,7 +141,7 @@ def test_a_device_left_out_is_priced_by_others(measured):
 def scans():
     folder = local_or_skip("kernels")
     names = ("gated_delta_net", "mamba2")
-    table = read_kernels(folder / f"{name}.parquet" for name in names)
+    table = read_tables(folder / f"{name}.parquet" for name in names)
     out = held_out(table)
     return table[~out], table[out]
 

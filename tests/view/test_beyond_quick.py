@@ -55,7 +55,7 @@ OTHERS = {
     "30_calibrate": [{"left_out": "gpt-ddp", "trace": "gpt-ddp", "other_plan": "dp4", "stack": "pytorch/torchtitan", "shots": 3}, {"model": "vit-huge", "plan": "dp1.mb64.full"}],
     "31_validate": [{"worst": 3, "missed": 0.1}],
     "32_this_machine": [{"machine": str(PROJECT / "traces" / "testbed")}],
-    "33_kernels": [{"devices": "h100-80 h200", "stranger": "b200", "dtype": "fp8", "width": 4096, "heads": 16, "kv_heads": 4, "ranks": 4, "kind": "all_gather"}],
+    "33_kernels": [{"devices": "h100-80 h200", "stranger": "b200", "dtype": "fp8", "width": 4096, "heads": 16, "kv_heads": 4, "ranks": 4, "kind": "all_gather", "tables": str(PROJECT / "traces" / "h100" / "kernels.csv")}],
     "40_simulate_step": [{"model": "llama-7b", "cluster": "dgx-h100", "nodes": 2, "plan": "dp4.tp2.pp2.z1", "software": "nemo", "global_batch": 64, "sequence": 2048},
         {"model": "gpt2-large", "nodes": 1, "devices": 1, "plan": "dp1.z3.full", "global_batch": 8}],
     "41_what_if": [

@@ -59,4 +59,4 @@ def test_trials_are_drawn_as_the_best_so_far():
     title = plot_trials(
         {"tuner": pd.Series([1.0]), "order": pd.Series([2.0])}
     ).get_title()
-    assert title == "Trials until within 5 % of the best: tuner 1, order never"
+    assert title == "Trials until within 5% of the best: tuner 1, order never"

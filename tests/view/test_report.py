@@ -49,7 +49,7 @@ def test_report_is_one_self_contained_page(step, tmp_path):
     assert "a &lt;run&gt;" in page and "adam &lt;&amp;&gt;" in page
     assert not re.search(r"src=|<link|https?://", page)
     assert (
-        "No rank arrives last more often than by chance; the ranks wait 2 ms in all"
+        "No rank arrives last more often than by chance; the ranks wait 2 ms in total"
         in page
     )
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["report.html"]

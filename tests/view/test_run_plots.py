@@ -61,9 +61,9 @@ def test_shares_come_from_breakdowns_or_traces(runs, tmp_path):
         ("step", "Steps are predicted within 15.0% (median), 20.0% at worst"),
         (
             "exposed_comm",
-            "Exposed communication is off by 10 points on average, by 10 (gpt dp) at worst",
+            "Exposed communication is off by 10 points on average, 10 at worst (gpt dp)",
         ),
-        ("overlap", "Overlap is off by 5 points on average, by 10 (gpt dp) at worst"),
+        ("overlap", "Overlap is off by 5 points on average, 10 at worst (gpt dp)"),
     ],
 )
 def test_runs_of_a_calibration_stand_beside_their_predictions(what, title):

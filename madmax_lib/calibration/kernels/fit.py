@@ -15,8 +15,9 @@ takes the place of ours. A table has a row per measured call:
   ranks, size_bytes   of a collective: the whole buffer, as nccl-tests count
   flops, size_bytes   of another kernel: what it computes and moves
 
-or the columns of `madmax bench` (kernels.csv, collectives.csv), or those of the tables
-of NVIDIA's aiconfigurator [github.com/ai-dynamo/aiconfigurator, systems/data].
+or the columns of `madmax bench` (kernels.csv, collectives.csv).
+`benchmarks/aiconfigurator.py` has made ours, of tables of NVIDIA's aiconfigurator
+[github.com/ai-dynamo/aiconfigurator, systems/data].
 """
 
 from dataclasses import asdict, fields, replace

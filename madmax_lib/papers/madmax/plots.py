@@ -221,7 +221,7 @@ def plot_classes(table: pd.DataFrame) -> Axes:
     cells = cells.pivot(index="mlp", columns="transformer").loc[order]
     values = cells["gain"][order].rename(index=_label, columns=_label)
     texts = cells["text"][order].rename(index=_label, columns=_label)
-    grid(ax, values, texts=texts, colors="Greens", limits=(0.5, None))
+    grid(ax, values, texts=texts, limits=(0.5, None))
     most = table[table["fits"]].nlargest(1, "gain").iloc[0]
     split = f"MLP {_label(most['mlp'])}, transformer {_label(most['transformer'])}"
     title = f"{split}: {most['gain']:.2f}x FSDP (trend only)"
@@ -283,7 +283,7 @@ def plot_scaling(table: pd.DataFrame, *, title: str) -> Axes:
     table = table[table["limit"] == "memory"]
     models = table.groupby("model", sort=False)
     factors = sorted(table["factor"].unique())
-    fills = [COLORS[kind] for kind in ("compute", "memcpy", "comm")]
+    fills = [COLORS[kind] for kind in ("compute", "memory", "comm")]
     parts = dict.fromkeys(table["part"])
     colors = dict(zip(parts, [*fills, PAPER], strict=True))
     axes = panels(list(models.groups), height=3.2, title=title)

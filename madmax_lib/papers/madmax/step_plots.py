@@ -29,8 +29,7 @@ _PIECES = {  # of figure 7: name and colour
     "exposed": ("exposed", "comm"),
 }
 _WINDOW_MS = 200  # of a step that figure 9 shows
-_BOX = {"facecolor": "white", "edgecolor": "none", "pad": 0.8, "alpha": 0.85}
-_TEXT = {"ha": "center", "va": "center", "fontsize": 6.5, "bbox": _BOX}
+_TEXT = {"dx": 0, "ha": "center", "fontsize": 6.5}
 
 
 def plot_validation(table: pd.DataFrame) -> Axes:
@@ -61,7 +60,7 @@ def plot_validation(table: pd.DataFrame) -> Axes:
             bars(ax, [value], fill=color, **at)
             # below 8 ms there is no room for the name
             text = f"{name}\n{value:.2f}" if value > 8 else f"{value:.2f}"
-            ax.text(end + value / 2, row, text, **_TEXT)
+            note(ax, end + value / 2, row, text, **_TEXT)
             end += value
     serialized = table[(table["gpus"] == 128) & (table["bar"] == "serialized")]
     serial = serialized.groupby("who")["value_ms"].sum()
@@ -159,7 +158,7 @@ def plot_prefetch(
             if wide_ms > 0.022 * _WINDOW_MS:  # wide enough for a word
                 text = part.replace("attention", "att.") if word == "gemm" else text
                 middle_ms = (span.begin + span.end) / 2
-                ax.text(middle_ms, span.stream, text, **_TEXT | {"fontsize": 6})
+                note(ax, middle_ms, span.stream, text, **_TEXT | {"fontsize": 6})
         ax.set_yticks([0, 1], ["compute", "communication"])
         ax.set(ylim=(1.5, -0.5), xlim=(0, _WINDOW_MS))
     axes[-1].set_xlabel("time in the backward pass [ms]")

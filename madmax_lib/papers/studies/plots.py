@@ -40,7 +40,7 @@ _FILLS |= {"other": OTHER, "context and fragmentation": COMPONENTS["context"]}
 _PHASES = {
     "forward": "#9dbede",
     "backward": "compute",
-    "update": "memcpy",
+    "update": "other",
     "all_gather": "comm",
 }
 
@@ -48,7 +48,7 @@ _PHASES = {
 def plot_memory_rows(table: pd.DataFrame) -> Axes:
     """Peak memory of each row, measured (filled) and predicted (hatched)."""
     within = (table["error"].abs() <= 0.1).sum()
-    title = f"{within} of {len(table)} rows within 10 % of what the study measured"
+    title = f"{within} of {len(table)} rows within 10% of what the study measured"
     ax = new_axes(height=1.2 + 0.5 * len(table))
     errors = table["error"].map("{:+.1%}".format)
     look = {"fill": "memory"}

@@ -25,11 +25,11 @@ from madmax_lib.view.drawing import (
 )
 
 _MARKERS = "os^Dv<>P"  # by method, or by way to update
-_EXPOSED = {  # columns of `OffloadTimes`: name, kind
-    "passes_s": ("passes wait for weights", "memcpy"),
-    "drain_s": ("gradients drain", "comm"),
-    "update_s": ("update on the device", "compute"),
-    "host_s": ("host takes longer", "other"),
+_EXPOSED = {  # columns of `OffloadTimes`
+    "passes_s": "passes wait for weights",
+    "drain_s": "gradients drain",
+    "update_s": "update on the device",
+    "host_s": "host takes longer",
 }
 
 
@@ -84,7 +84,7 @@ def plot_limits(table: pd.DataFrame) -> Axes:
         mark_key("published"),
         mark_key("simulated limit", "o", COLORS["memory"], hollow=False),
     ]
-    x = "largest model [1e9 parameters]"
+    x = "largest model [billion parameters]"
     limits = (0.7 * table["published"].min(), 3 * table["ours"].max())
     return finish(
         ax,
@@ -107,9 +107,7 @@ def plot_share(table: pd.DataFrame, best: float) -> Axes:
     # nothing has no place on a logarithmic axis
     parts = table.set_index("share")[list(_EXPOSED)].replace(0.0, np.nan)
     parts = parts.dropna(axis=1, how="all")
-    colors = [COLORS[_EXPOSED[column][1]] for column in parts]
-    names = {column: name for column, (name, _) in _EXPOSED.items()}
-    parts.rename(columns=names).plot(ax=ax, color=colors, legend=False)
+    parts.rename(columns=_EXPOSED).plot(ax=ax, legend=False)
     ax.axvline(best, **DASHED, label="best that fits")
     title = f"Fastest that fits: {best:.0%} of the states leave the device"
     x = "share of the states that leaves the device"

@@ -156,7 +156,7 @@ def campaign(
     best = table.iloc[-1]
     notes = _notes(job, best, costs)
     if hint := getattr(rows[-1]["hint_of"], "hint", ""):
-        notes["hint"] = f"fewer devices or a larger batch: {hint}"
+        notes["hint"] = f"use fewer devices or a larger batch: {hint}"
     return Campaign(table, best, notes)
 
 
@@ -344,7 +344,7 @@ def _notes(job, best, costs):
             f"scatter beyond their steps by x {np.exp(width):.2f}"
         ),
         "narrower": (
-            f"two measured steps (calibration.fit.update) leave x {np.exp(width):.2f}"
+            f"two measured steps narrow it to x {np.exp(width):.2f} (calibration.fit.update)"
         ),
         "days": (
             f"the predicted steps x {factor:.2f} (the median of published "

@@ -27,7 +27,6 @@ from madmax_lib.traces.read.events import (
     RawTrace,
 )
 from madmax_lib.traces.read.files import rank_in_name
-from madmax_lib.traces.read.perfetto import chrome_lists, is_perfetto
 from madmax_lib.traces.read.salvage import (
     BETWEEN,
     EVENT_START,
@@ -76,6 +75,9 @@ def decode_pieces(
     quick = None if event else msgspec.json.Decoder(list[QUICK], float_hook=number)
     decoder = msgspec.json.Decoder(list[event or Event], float_hook=number)
     if packets := packets_of(trace):
+        # late: few files are packets
+        from madmax_lib.traces.read.perfetto import chrome_lists
+
         yield from map(decoder.decode, chrome_lists(trace, packets))
         return
     with contextlib.closing(_file_blocks(trace)) as blocks:
@@ -116,7 +118,10 @@ def packets_of(trace: RawTrace) -> bytes:
     """Bytes of a file of Perfetto's packets, uncompressed; none of another."""
     with contextlib.closing(_file_blocks(trace)) as blocks:
         first = next(blocks, b"")
-        if is_perfetto(first) and not trace.path.name.endswith(_XPLANE):
+        # field 1, length-delimited, of a Trace
+        is_text = first.lstrip()[:1] in (b"{", b"[", b"")
+        is_packets = first[:1] == b"\n" and not is_text
+        if is_packets and not trace.path.name.endswith(_XPLANE):
             return b"".join((first, *blocks))
     return b""
 

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import pandas as pd
 
+from madmax_lib.base.doors import uncollected
 from madmax_lib.traces.read.chrome import decode_pieces, packets_of
 from madmax_lib.traces.read.events import (
     FAR_NS,
@@ -21,9 +22,7 @@ from madmax_lib.traces.read.events import (
     Event,
     NotATrace,
     RawTrace,
-    uncollected,
 )
-from madmax_lib.traces.read.perfetto import read_packets
 from madmax_lib.traces.read.values import (
     Codes,
     NeedsDecimal,
@@ -144,6 +143,9 @@ def _of_events(trace, exact, codes):
 
 def _of_packets(trace, data, codes):
     """Columns of a file of packets, and the rank that it tells."""
+    # late: few files are packets
+    from madmax_lib.traces.read.perfetto import read_packets
+
     packets = read_packets(trace, data, Args.__struct_encode_fields__)
     texts = list(packets.texts)
     count = len(packets.columns["name"])

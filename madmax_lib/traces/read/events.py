@@ -1,8 +1,6 @@
 """Events of a trace file as typed structs, and what the file says beside them."""
 
-import contextlib
 import functools
-import gc
 import operator
 import warnings
 from dataclasses import dataclass, field
@@ -24,18 +22,6 @@ FAR_NS = 3 * 10**18
 
 # top-level key of an export: a simulation is never taken for a measurement
 SOURCE_KEY = "madmaxSource"
-
-
-@contextlib.contextmanager
-def uncollected():
-    """Time without garbage collection: millions of small objects and not one cycle."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
 
 
 class NotATrace(ValueError):

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from madmax_lib.base.fields import require_type
+from madmax_lib.timeline.side_tables import SideTables
 from madmax_lib.timeline.timeline import Timeline, concat
 from madmax_lib.traces.read.cache import cached, content_sha256
 from madmax_lib.traces.read.events import OtherContent, TraceWarning
@@ -28,7 +29,6 @@ from madmax_lib.traces.read.jobs import one_job
 from madmax_lib.traces.read.parallel import read_all
 from madmax_lib.traces.read.pattern import cut_by_pattern
 from madmax_lib.traces.read.readers import reader_of
-from madmax_lib.traces.read.side_tables import side_tables_of
 from madmax_lib.traces.read.steps import hta_rows
 from madmax_lib.traces.read.timeline_rows import read_file
 
@@ -150,7 +150,19 @@ def _read_one(path, *, hta, user_kinds):
     (rank,) = timeline.ranks
     # the same bytes may have been cached under another name
     files = {str(rank): {"name": path.name, "sha256": sha256}}
-    return _with_provenance(timeline, side_tables_of(path, sha256, rank), files=files)
+    side_tables = SideTables(partial(_side_tables, path, sha256, rank))
+    return _with_provenance(timeline, side_tables, files=files)
+
+
+def _side_tables(path, sha256, rank):
+    """Side tables of one file by name, on first use.
+
+    Raises FileNotFoundError when the file has gone and ValueError when it has changed.
+    """
+    # late: a first look at a trace does without them
+    from madmax_lib.traces.read.side_tables import load_side_tables
+
+    return load_side_tables(path, sha256, rank)
 
 
 def _with_provenance(timeline, side_tables, **more):

@@ -51,11 +51,6 @@ _WAITS = ("Event Sync", "Stream Wait Event", "Stream Sync", "Context Sync")
 _NAMES = {"device id": "device", "context id": "context", "stream id": "stream"}
 
 
-def is_perfetto(text: bytes) -> bool:
-    """Whether a file begins with a packet: field 1, length-delimited, of a Trace."""
-    return text[:1] == b"\n" and text.lstrip()[:1] not in (b"{", b"[", b"")
-
-
 def read_packets(
     raw: RawTrace, data: bytes, keys: tuple[str, ...] | None = None
 ) -> "Packets":

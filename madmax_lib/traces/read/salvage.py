@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from madmax_lib.traces.read.events import EXACT, Event, RawTrace, uncollected
+from madmax_lib.base.doors import uncollected
+from madmax_lib.traces.read.events import EXACT, Event, RawTrace
 
 # control characters to spaces, which are valid inside and outside of text
 _CONTROL = bytes(32 if i < 32 else i for i in range(256))

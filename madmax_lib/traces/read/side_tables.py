@@ -106,16 +106,6 @@ class _FullEvent(Event, gc=False):
     args: _FullArgs | None = None
 
 
-def side_tables_of(path: str | Path, sha256: str, rank: int) -> SideTables:
-    """Side tables of one file, read on first use; their rows are those of
-    `event_columns.read_columns`.
-
-    Raises, then, FileNotFoundError when the file has gone and ValueError when it has
-    changed.
-    """
-    return SideTables(partial(_load, Path(path), sha256, rank))
-
-
 def recorded_args(side_tables: SideTables) -> pd.Series:
     """Text by row of the spans: members of the JSON object of its args, which tell what
     is known of an operator or a collective beside its times.
@@ -142,8 +132,10 @@ def recorded_args(side_tables: SideTables) -> pd.Series:
     return pd.concat(parts).groupby(level=0).sum()
 
 
-def _load(path, sha256, rank):
-    """Tables of a file, from the cache if they are there."""
+def load_side_tables(path: Path, sha256: str, rank: int) -> dict[str, pd.DataFrame]:
+    """Tables of a file, from the cache if they are there; their rows are those of
+    `event_columns.read_columns`. Raises as `kineto` says.
+    """
 
     def read():
         if content_sha256(path) != sha256:

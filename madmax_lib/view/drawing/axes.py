@@ -17,8 +17,8 @@ from madmax_lib.view.drawing.style import PAPER, Fill, patch_key
 
 _LONG = 40  # characters of a row's label, beyond which all are small
 _BELOW_INCHES = 0.42  # between the axes and a legend: room for ticks and a label
-# behind a text that lines may cross: `note(..., bbox=WHITE)`
-WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 0.6, "alpha": 0.85}
+# behind a note, so that no line crosses its text
+_WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ def panels(
 def note(
     ax: Axes, x: float, y: float, text: str, *, dx: float = 4, dy: float = 0, **style
 ) -> None:
-    """A small text dx and dy points beside a point."""
-    style = {"fontsize": 7, "va": "center"} | style
+    """A small text dx and dy points beside a point; no line behind it shows."""
+    style = {"fontsize": 7, "va": "center", "bbox": _WHITE} | style
     ax.annotate(text, (x, y), (dx, dy), textcoords="offset points", **style)
 
 
@@ -142,13 +142,8 @@ def finish(ax: Axes, table: pd.DataFrame, title: str | None, **options) -> Axes:
     if frame.reach is not None:
         ax.set_xlim(0, max(frame.reach, 1e-9))  # matplotlib warns of an empty range
     # scales before the limits on them
-    x = frame.x
-    # a hatch says what it means, unless the label does
-    hatched = any(shape.get_hatch() for shape in (*ax.patches, *ax.collections))
-    if x and hatched and not re.search("simulated|predicted", x):
-        x += "; hatched: simulated"
     settings = {
-        "xlabel": x or None,
+        "xlabel": frame.x or None,
         "ylabel": frame.y or None,
         "xscale": frame.xscale,
         "yscale": frame.yscale,
@@ -159,6 +154,12 @@ def finish(ax: Axes, table: pd.DataFrame, title: str | None, **options) -> Axes:
     ax.set(**{name: value for name, value in settings.items() if value is not None})
     if frame.key is not None or frame.where:
         _legend(ax, frame.key, frame.where or "below", frame.columns)
+    # a hatch says what it means, unless the label or the legend does
+    hatched = any(shape.get_hatch() for shape in (*ax.patches, *ax.collections))
+    texts = ax.legend_.texts if ax.legend_ else []
+    words = " ".join([frame.x, *(text.get_text() for text in texts)])
+    if frame.x and hatched and not re.search("simulated|predicted", words):
+        ax.set_xlabel(f"{frame.x}; hatched: predicted")
     origin = table if frame.origin is None else frame.origin
     if isinstance(origin, pd.DataFrame):
         table.attrs.update(origin.attrs)

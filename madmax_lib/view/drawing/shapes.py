@@ -11,8 +11,8 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from madmax_lib.base import NS_PER_S, pack, union
-from madmax_lib.view.drawing.axes import WHITE, finish, new_axes, note
-from madmax_lib.view.drawing.style import PLAIN, Fill, fill_of, ink_on
+from madmax_lib.view.drawing.axes import finish, new_axes, note
+from madmax_lib.view.drawing.style import PLAIN, SHADES, Fill, fill_of, ink_on
 
 _FEW_CELLS = 12  # rows of a grid up to which there is room for lines between them
 _LETTER = 0.014  # of the width of the axes, which a letter beside a bar takes
@@ -112,8 +112,8 @@ def bars(ax: Axes, lengths: pd.DataFrame | Sequence[float], **options) -> np.nda
 def _write_notes(ax, rows, reach, style, *, small):
     """Texts behind the ends of bars."""
     look = {"fontsize": 6 if small else 7}
-    if style.slot[1] == 1:  # else the white would cover the bar of the next slot
-        look["bbox"] = WHITE
+    if style.slot[1] > 1:  # the white would cover the bar of the next slot
+        look["bbox"] = None
     for row, end, text in zip(rows, reach, style.notes, strict=True):
         note(ax, end, row, text, **look)
         # data limits that leave the room of the text: end / (1 - share of the letters)
@@ -185,7 +185,6 @@ def blocks(
     reach_ns: int | Mapping[str, int],
     *,
     height: float = 0.8,
-    unit_s: float = 1e-3,
 ) -> pd.DataFrame:
     """Blocks of time on rows: what touches is one block, what is too thin to see is
     widened.
@@ -205,8 +204,8 @@ def blocks(
             visible_ns = _visible_blocks(pack(part["start_ns"], part["dur_ns"]), reach)
             start_s = visible_ns[:, 0] / NS_PER_S
             dur_s = (visible_ns[:, 1] - visible_ns[:, 0]) / NS_PER_S
-            # broken_barh takes (start, width) pairs, in the unit of the axis
-            pairs = np.stack([start_s, dur_s], axis=1) / unit_s
+            # broken_barh takes (start, width) pairs; the axis is in ms
+            pairs = np.stack([start_s, dur_s], axis=1) * 1e3
             ax.broken_barh(pairs, (row - height / 2, height), **fill_of(fill))
             columns = {"place": row, "kind": kind, "start_s": start_s, "dur_s": dur_s}
             drawn.append(pd.DataFrame(columns))
@@ -234,9 +233,8 @@ def grid(
     ax: Axes,
     values: pd.DataFrame,
     *,
-    texts: pd.DataFrame | None = None,
-    colors: str = "Blues",
-    limits: tuple[float | None, float | None] = (None, None),
+    texts: pd.DataFrame,
+    limits: tuple[float | None, float | None],
 ) -> None:
     """A matrix as coloured cells, with its index and columns as ticks; cells without a
     value stay grey.
@@ -249,7 +247,7 @@ def grid(
     seaborn.heatmap(
         values.astype(float),
         ax=ax,
-        cmap=colors,
+        cmap=SHADES,
         vmin=limits[0],
         vmax=limits[1],
         linewidths=len(values) <= _FEW_CELLS,
@@ -260,11 +258,10 @@ def grid(
         yticklabels=True,
         cbar=False,
     )
-    if texts is not None:
-        # seaborn writes no text on a cell without a value
-        style = {"ha": "center", "va": "center", "fontsize": 8, "color": "#777777"}
-        for row, column in np.argwhere(values.isna()):
-            ax.text(column + 0.5, row + 0.5, texts.iloc[row, column], **style)
+    # seaborn writes no text on a cell without a value
+    style = {"ha": "center", "va": "center", "fontsize": 8, "color": "#777777"}
+    for row, column in np.argwhere(values.isna()):
+        ax.text(column + 0.5, row + 0.5, texts.iloc[row, column], **style)
     ax.set(xlabel="", ylabel="")
     ax.grid(False)
     ax.tick_params(length=0)

@@ -10,7 +10,7 @@ filled, what was simulated is hatched, what others published is hollow.
 from collections.abc import Iterable
 
 import pandas as pd
-from matplotlib.colors import to_rgb
+from matplotlib.colors import LinearSegmentedColormap, to_rgb
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
@@ -20,6 +20,8 @@ from madmax_lib.view.words import COLORS, LABELS, shorten
 # of groups in order, such as GPU types: none is the colour of a kind of work
 SERIES = ("#2f9c95", "#c44e52", "#c49a2c", "#6a6f86")
 SERIES += ("#d387b0", "#937860", "#8a9a3c", "#222222")
+# of a number that is no kind of work, from little to much
+SHADES = LinearSegmentedColormap.from_list("shades", ["#f2f8f7", SERIES[0], "#123f3c"])
 # of memory, the same colour everywhere; neighbours differ in lightness
 COMPONENTS = pd.read_csv(data_file("components.csv"), index_col="component")
 COMPONENTS = COMPONENTS["color"].to_dict()

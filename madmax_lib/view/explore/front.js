@@ -1,4 +1,5 @@
 // Plans by memory and time: the front as a line, the others as dots; a click chooses one.
+// Colours: of series, as in figures; blue and orange would mean compute and communication.
 const NS = "http://www.w3.org/2000/svg", WIDE = 720, TALL = 300, LEFT = 62, LOW = 40, TOP = 12, RIGHT = 20;
 
 function add(parent, tag, attributes, text = "") {
@@ -34,15 +35,15 @@ function render({ model, el }) {
       add(svg, "path", { d: `M${x(room)} ${TOP}V${TALL - LOW}`, stroke: "currentColor", "stroke-dasharray": 4 });
       const front = points.filter((p) => p.front).sort((a, b) => a.memory_gib - b.memory_gib);
       const corner = (p, i) => (i ? `H${x(p.memory_gib)}V${y(p.step_s)}` : `M${x(p.memory_gib)} ${y(p.step_s)}`);
-      add(svg, "path", { d: front.map(corner).join(""), fill: "none", stroke: "#3b75af" });
+      add(svg, "path", { d: front.map(corner).join(""), fill: "none", stroke: "#2f9c95" });
     }
     label({ x: (WIDE + LEFT) / 2, y: TALL - 6 }, "memory of the fullest device [GiB], dashed: what it has");
     label({ x: -TALL / 2 + 10, y: 12, transform: "rotate(-90)" }, "step [s]");
     const order = points.map((_, i) => i).sort((a, b) => points[a].front - points[b].front); // the front on top
     for (const i of order) {
       const p = points[i];
-      const [r, fill] = i === chosen ? [7, "#e1812c"] : p.front ? [5, "#fff"] : [3, "#3b75af55"];
-      const at = { cx: x(p.memory_gib), cy: y(p.step_s), r, fill, stroke: "#3b75af" };
+      const [r, fill] = i === chosen ? [7, "#c44e52"] : p.front ? [5, "#fff"] : [3, "#2f9c9555"];
+      const at = { cx: x(p.memory_gib), cy: y(p.step_s), r, fill, stroke: "#2f9c95" };
       const dot = add(svg, "circle", { ...at, tabindex: 0, role: "button", "data-plan": p.plan });
       const said = `${p.plan}\n${p.step_s.toPrecision(4)} s, ${p.memory_gib.toPrecision(3)} GiB`;
       add(dot, "title", {}, said); dot.setAttribute("aria-label", said);

@@ -189,7 +189,6 @@ def plot_waiting(
         ax,
         wait_ms.set_axis(rank_labels(ranks)),
         texts=texts,
-        colors="Oranges",
         limits=(0, None),
     )
     ax.set_aspect("equal")

@@ -81,14 +81,13 @@ def plot_bandwidth(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     slow_gb_per_s = points["slowest_bytes_per_s"] / 1e9
     fast_gb_per_s = points["bus_bytes_per_s"] / 1e9
     line = {"color": COLORS["hidden"], "linewidth": 0.8, "zorder": 1}
-    line["rasterized"] = len(points) > _MOST_POINTS
-    ax.vlines(size_bytes, slow_gb_per_s, fast_gb_per_s, **line)
+    many = {"rasterized": len(points) > _MOST_POINTS}
+    ax.vlines(size_bytes, slow_gb_per_s, fast_gb_per_s, **line, **many)
     import seaborn  # late: it brings scipy.stats, a second of every start
 
     drawn = points.assign(gb_per_s=fast_gb_per_s, call=points["collective"].map(_name))
     look = {"style": "call", "color": COLORS["comm"], "s": 34, "ax": ax, "zorder": 2}
-    look["rasterized"] = len(points) > _MOST_POINTS
-    seaborn.scatterplot(drawn, x="size_bytes", y="gb_per_s", **look)
+    seaborn.scatterplot(drawn, x="size_bytes", y="gb_per_s", **look, **many)
     log_axis(ax, "x", size_bytes.min(), size_bytes.max(), format_bytes)
     log_axis(ax, "y", slow_gb_per_s.min(), fast_gb_per_s.max(), "{:g}".format)
     ax.grid(axis="y")
@@ -152,12 +151,13 @@ def plot_stragglers(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     last = top["share"].map("last in {:.0%}".format)
     worst = top.loc[top["cost_s"].idxmax()]
     # `often_last`: ranks that are last more often than chance would have them
-    often = "is" if worst["rank"] in table.attrs["often_last"] else "is, as by chance,"
+    often_last = table.attrs["often_last"]
+    chance = "" if worst["rank"] in often_last else " (no more than by chance)"
     return bar_chart(
         ax,
         top,
         parts * 1e3,
-        f"Rank {worst['rank']:.0f} {often} last in {worst['share']:.0%} of its calls "
+        f"Rank {worst['rank']:.0f} is last in {worst['share']:.0%} of its calls{chance} "
         f"and costs the others {format_s(worst['cost_s'])}",
         x="waiting of the other ranks [ms]",
         rows=rank_labels(top["rank"]),

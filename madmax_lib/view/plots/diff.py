@@ -42,6 +42,7 @@ _QUANTITIES = {  # of `compare`: colour, name
     "memory_s": (COLORS["memcpy"], "copies"),
     "idle_s": (COLORS["idle"], "idle"),
     "total_s": (PLAIN, "step"),
+    "step_s": (PLAIN, "step"),  # of `gate`
 }
 _VERDICTS = {
     "slower": SERIES[1],
@@ -222,7 +223,7 @@ def plot_ops(table: pd.DataFrame, ax: Axes | None = None, *, count: int = 12) ->
     for row, op in enumerate(top.itertuples()):
         text = _signed(op.difference_s)
         if op.status in ("more", "fewer"):
-            text += f", {op.count_a:g} to {op.count_b:g} times"
+            text += f", {op.count_a:.3g} to {op.count_b:.3g} calls"
         elif op.status != "both":
             text += f", {op.status}"
         side = {"dx": -4, "ha": "right"}
@@ -257,8 +258,11 @@ def plot_gate(result: GateResult, ax: Axes | None = None) -> Axes:
         table,
         growth["ratio"],
         title,
-        x="growth from a to b, with its 90 % interval [%]",
-        rows=[short_name(name) for name in table["quantity"]],
+        x="growth from a to b, with its 90% interval [%]; dashed: the limit",
+        rows=[
+            _QUANTITIES.get(name, (PLAIN, short_name(name)))[1]
+            for name in table["quantity"]
+        ],
         xlim=(-reach, reach),
         key={name: color for name, color in _VERDICTS.items() if name in verdicts},
         fill=list(table["verdict"].map(_VERDICTS)),

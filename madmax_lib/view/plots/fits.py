@@ -15,6 +15,7 @@ from madmax_lib.view.drawing import (
     bar_chart,
     finish,
     line_key,
+    log_axis,
     new_axes,
     note,
     plural,
@@ -57,9 +58,16 @@ def plot_constants(
     for state, (color, mark) in _STATE_STYLES.items():
         part = at[table["state"] == state]
         interval = part[["below", "above"]].to_numpy().T
-        style = {"fmt": mark, "color": color, "ms": 4.5, "elinewidth": 1.6}
-        style["label"] = f"{state} ({counts[state]})"
-        ax.errorbar(part["fitted"], part["row"], xerr=interval, **style)
+        ax.errorbar(
+            part["fitted"],
+            part["row"],
+            xerr=interval,
+            fmt=mark,
+            color=color,
+            ms=4.5,
+            elinewidth=1.6,
+            label=f"{state} ({counts[state]})",
+        )
     # a column of values at the right
     for row, value in enumerate(table["fitted"]):
         note(ax, 1.02, row, f"{value:.3g}", dx=0, fontsize=6.5)
@@ -70,11 +78,11 @@ def plot_constants(
         ax,
         table[columns].rename_axis("constant").reset_index(),
         f"The rows fix {counts['fixed by rows']} of {len(table)} constants, "
-        f"{counts['at a bound']} end at a bound",
+        f"{counts['at a bound']} at a bound",
         rows=table.index,
         key=[
             *ax.get_legend_handles_labels()[0],
-            line_key("prior, 90 %", **_PRIOR),
+            line_key("prior, 90%", **_PRIOR),
         ],
         columns=3,
         xlim=(-0.02, 1.1),
@@ -100,13 +108,12 @@ def plot_predicted(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     look = {"hue": "kind", "style": "kind", "s": 16, "ax": ax}
     look["palette"] = dict(zip(_MODELS.values(), SERIES, strict=False))
     seaborn.scatterplot(drawn, x="measured_s", y="predicted_s", **look)
-    ends = np.array([0.1, 10.0])
-    if len(pairs):
-        ends = np.array(
-            [pairs["measured_s"].min() / 1.5, pairs["measured_s"].max() * 1.5]
-        )
+    ends_s = pairs["measured_s"].agg(["min", "max"]).fillna(1.0)
+    for which in "xy":
+        log_axis(ax, which, *ends_s, "{:g}".format)
+    ends = np.array(ax.get_xlim())
     ax.plot(ends, ends, color=DARK, lw=0.8, zorder=0)  # predicted = measured
-    within = f"within {100 * _WITHIN:.0f} %"
+    within = f"within {_WITHIN:.0%}"
     ax.fill_between(
         ends,
         ends * (1 - _WITHIN),
@@ -125,10 +132,6 @@ def plot_predicted(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         x="measured [s per step]",
         y="simulated, not seen by the fit [s per step]",
         where="upper left",
-        xscale="log",
-        yscale="log",
-        xlim=ends,
-        ylim=ends,
     )
 
 

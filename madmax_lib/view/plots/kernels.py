@@ -7,6 +7,7 @@ from madmax_lib.base import format_bytes
 from madmax_lib.view.drawing import (
     SERIES,
     finish,
+    line_key,
     lines,
     log_axis,
     new_axes,
@@ -30,12 +31,13 @@ def plot_kernel_rates(
     lines(ax, table, size, "rate", **look)
     lines(ax, table, size, "roof", ls=":", lw=0.8, **look | {"legend": False})
     points = table.dropna(subset="measured_rate")
-    styles = {"s": 14, "zorder": 3, "linewidth": 0}
     ax.scatter(
         points[size],
         points["measured_rate"],
         c=points["device"].map(colors),
-        **styles,
+        s=14,
+        zorder=3,
+        linewidth=0,
     )
     lowest = table[["rate", "measured_rate"]].min().min()
     log_axis(ax, "x", table[size].min(), table[size].max(), text)
@@ -43,4 +45,5 @@ def plot_kernel_rates(
     ax.grid(axis="y")
     share = (table["rate"] / table["roof"]).groupby(table["device"]).max()
     title = f"{share.idxmax()} comes nearest to its data sheet, {share.max():.0%} of it"
-    return finish(ax, table, title, x=x, y=y, where="beside", origin=table)
+    key = [*ax.get_legend_handles_labels()[0], line_key("data sheet", ls=":", lw=0.8)]
+    return finish(ax, table, title, x=x, y=y, key=key, where="beside")

@@ -9,19 +9,21 @@ from madmax_lib.base import format_s
 from madmax_lib.view.drawing import (
     COLORS,
     SERIES,
+    SHADES,
     bar_chart,
     empty,
     finish,
     lines,
     new_axes,
+    plural,
     row_label,
     thinned,
 )
 from madmax_lib.view.plots.breakdown import breakdown_parts, parts_key
 
 _CAUSES = {  # shades of idle
-    "host_wait": "#525252",
-    "kernel_wait": "#969696",
+    "host wait": "#525252",
+    "kernel wait": "#969696",
     "other": COLORS["idle"],
 }
 # below the resolution of most traces, and of no interest on a logarithmic axis
@@ -47,7 +49,7 @@ def plot_launches(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         edgecolor="none",
         c=data["count"],
         norm=LogNorm(vmin=0.3, vmax=most),  # below 1, so that one launch still shows
-        cmap="Blues",
+        cmap=SHADES,
     )
     ax.figure.colorbar(points, ax=ax, label="launches", pad=0.02)
     # a kernel shorter than this leaves the device waiting for the next launch
@@ -135,22 +137,22 @@ def plot_idle(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         return empty(
             ax, table, "No idle time to explain: no device stream in this trace"
         )
-    idle_s = table.pivot_table(
+    named = table.assign(cause=table["cause"].astype(str).str.replace("_", " "))
+    idle_s = named.pivot_table(
         index=["rank", "stream"], columns="cause", values="idle_s", aggfunc="sum"
     )
     # of all streams, those without a row too
     shares = idle_s.sum() / max(table["idle_s"].sum(), 1e-12)
     most = idle_s.sum(axis=1).nlargest(_MOST_ROWS)
     idle_s = idle_s[idle_s.index.isin(most.index)]
-    cause = shares.idxmax().replace("_", " ").capitalize()
     return bar_chart(
         ax,
         table,
         idle_s * 1e3,
-        f"{cause} is {shares.max():.0%} of the idle time of streams",
+        f"{shares.idxmax().capitalize()} is {shares.max():.0%} of the idle time of streams",
         x="idle time [ms]",
         rows=[row_label(*row) for row in idle_s.index],
-        key={cause.replace("_", " "): color for cause, color in _CAUSES.items()},
+        key=_CAUSES,
         fill=_CAUSES,
     )
 
@@ -208,13 +210,13 @@ def plot_steps(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
 
 
 def _steps_title(counted, steps):
-    """Median and range of the steps that are neither warm-up nor cut: of their periods
+    """Median of the steps that are neither warm-up nor cut: of their periods
     where any is known, else of their durations on the host.
     """
     has_period = counted["period_s"].notna().any()
     step_s = counted["period_s" if has_period else "wall_s"].dropna()
     if not len(step_s):
         return "No whole step"
-    ends = f"{format_s(step_s.min())} to {format_s(step_s.max())}"
+    title = f"A step takes {format_s(step_s.median())} in the median"
     left_out = steps - len(counted)
-    return f"A step takes {format_s(step_s.median())} ({ends}), {left_out} left out"
+    return f"{title}; {plural(left_out, 'step')} left out" if left_out else title

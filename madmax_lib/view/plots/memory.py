@@ -22,7 +22,6 @@ from madmax_lib.traces.operators.memory import (
     peak,
 )
 from madmax_lib.view.drawing import (
-    WHITE,
     areas,
     empty,
     finish,
@@ -71,7 +70,8 @@ def plot_memory(
     top = peaks.loc[peaks["peak_bytes"].idxmax()]
     series = _of_peak(series, top)
     drawn = thinned(series, "allocated_bytes")
-    unit, factor = bytes_unit(np.nanmax([top["peak_bytes"], top["reserved_bytes"]]))
+    levels = [top["peak_bytes"], top["reserved_bytes"]]
+    unit, factor = bytes_unit(np.nanmax(levels), binary=True)
     ax = ax or new_axes(height=3.2)
     _draw_levels(ax, drawn, series.attrs["source"], top["peak_bytes"], factor)
     _mark_steps(ax, series)
@@ -85,7 +85,7 @@ def plot_memory(
     return finish(
         ax,
         drawn,
-        f"Peak {format_bytes(top['peak_bytes'])} on {where} {moment}",
+        f"Peak {format_bytes(top['peak_bytes'], binary=True)} on {where} {moment}",
         x=x,
         y=f"memory [{unit}]",
         origin=tables.holders,
@@ -189,6 +189,5 @@ def _label_peak(ax, top, holders, factor):
         "\n".join(["held by", *names]),
         dy=5,
         va="bottom",
-        bbox=WHITE,
         **side,
     )

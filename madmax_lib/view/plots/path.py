@@ -11,6 +11,7 @@ from madmax_lib.timeline import BUSY_KINDS, Timeline
 from madmax_lib.traces.critical_path import PATH_KINDS
 from madmax_lib.view.drawing import (
     COLORS,
+    LABELS,
     bar_chart,
     blocks,
     faded,
@@ -21,11 +22,10 @@ from madmax_lib.view.drawing import (
 )
 
 _COLORS = COLORS | {
-    "host": "#6b4a32",
+    "host": COLORS["other"],
     "launch delay": "#8c1c2b",
     "wait": COLORS["idle"],
 }
-_NAMES = {"comm": "communication", "memcpy": "copies"}
 _LEAST_SHARE = 0.005  # of the step; a smaller one is not worth a word
 _FADED = 0.25  # opacity of work that is not on the path
 
@@ -62,8 +62,10 @@ def plot_path(path: pd.DataFrame, timeline: Timeline, ax: Axes | None = None) ->
     by_kind = path.groupby("kind")["dur_s"].sum().sort_values(ascending=False)
     shares = by_kind / path["dur_s"].sum()
     most = shares[shares > _LEAST_SHARE].head(3)
-    texts = [f"{share:.0%} {_name(kind)}" for kind, share in most.items()]
-    key = {_name(kind): _COLORS[kind] for kind in PATH_KINDS if kind in shares}
+    texts = [f"{share:.0%} {kind}" for kind, share in most.rename(LABELS).items()]
+    key = {
+        LABELS.get(kind, kind): _COLORS[kind] for kind in PATH_KINDS if kind in shares
+    }
     key["faded: not on the path"] = faded("compute", alpha=_FADED)
     columns = ["rank", "stream", "part", "kind", "start_s", "dur_s"]
     return finish(
@@ -90,17 +92,16 @@ def plot_what_if(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Bars of `what_if`: the time of the step in each scenario, with the measured time
     as a line.
     """
-    by_kind = table.groupby("faster", sort=False)["saved_s"].max()
-    most_saved_s = by_kind.sort_values(ascending=False)
+    most_saved_s = table.groupby("faster", sort=False)["saved_s"].max()
     now_s = float((table["step_s"] + table["saved_s"]).max()) if len(table) else 0.0
     # the scenarios of a kind together, kinds in order of what they can save
-    order = table["faster"].map(list(most_saved_s.index).index)
-    scenarios = table.assign(order=order).sort_values("order", kind="stable")
+    rank = -table["faster"].map(most_saved_s)
+    scenarios = table.iloc[rank.argsort(kind="stable")]
     fills = []
     notes = []
     rows = []
     for row in scenarios.itertuples():
-        name = _name(row.faster)
+        name = LABELS.get(row.faster, row.faster)
         fill = fill_of(_COLORS.get(row.faster, "other"), table.attrs.get("source"))
         # infinitely faster: without it
         if np.isinf(row.factor):
@@ -114,8 +115,9 @@ def plot_what_if(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         notes.append(f"{format_s(row.step_s)} ({text})")
     title = "Nothing to gain"
     if now_s:
-        most = _name(most_saved_s.index[0])
-        title = f"Most to gain: {most}, up to {most_saved_s.iloc[0] / now_s:.0%}"
+        kind = most_saved_s.idxmax()
+        saved = most_saved_s.max() / now_s
+        title = f"Most to gain: {LABELS.get(kind, kind)}, up to {saved:.0%}"
     ax = bar_chart(
         ax,
         table,
@@ -135,7 +137,3 @@ def _within(spans, reach_ns):
     end_ns = (spans["start_ns"] + spans["dur_ns"]).clip(upper=reach_ns)
     start_ns = spans["start_ns"].clip(lower=0)
     return spans.assign(start_ns=start_ns, dur_ns=end_ns - start_ns)[start_ns < end_ns]
-
-
-def _name(kind):
-    return _NAMES.get(kind, kind)

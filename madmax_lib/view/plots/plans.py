@@ -105,7 +105,7 @@ def plot_trials(step_s: Mapping[str, pd.Series], ax: Axes | None = None) -> Axes
     return finish(
         ax,
         table,
-        f"Trials until within 5 % of the best: {counts}",
+        f"Trials until within 5% of the best: {counts}",
         x="trials",
         y="best so far slower than the best [%]",
         where="below",

@@ -5,7 +5,7 @@ component, place and moment.
 import pandas as pd
 from matplotlib.axes import Axes
 
-from madmax_lib.base import NS_PER_S
+from madmax_lib.base import NS_PER_S, format_s
 from madmax_lib.catalog import data_file
 from madmax_lib.simulator.events.engine import Stream
 from madmax_lib.simulator.memory.memory import PHASES
@@ -54,7 +54,7 @@ def plot_parts(row: pd.Series, ax: Axes | None = None) -> Axes:
         visible["seconds"],
         f"{compute:.0%} of the step computes, {by_kind['comm']:.0%} is "
         f"communication, {by_kind['idle']:.0%} waits",
-        x="simulated time that nothing hides [s]; beside it the share of the step",
+        x="simulated time that nothing hides [s], and its share of the step",
         rows=visible["part"],
         fill=visible["kind"],
         source="simulated",
@@ -79,7 +79,7 @@ def plot_causes(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         parts[list(fills)],
         f"Exposed communication: {exposed_s.min():.3g} s ({exposed_s.idxmin()}) "
         f"to {exposed_s.max():.3g} s ({exposed_s.idxmax()})",
-        x="simulated communication that nothing hides [s]; beside it its share of the step",
+        x="simulated exposed communication [s], and its share of the step",
         rows=table.index,
         key=fills,
         columns=3,
@@ -153,7 +153,7 @@ def plot_places(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         shares,
         f"Tightest is {_PLACES[tight]}: {margin_gib[tight]:.1f} of "
         f"{room_gib[tight]:.0f} GiB are left",
-        x="simulated bytes over the room for training, all moments of a step",
+        x="simulated memory over the room for training; dashed: full",
         rows=[_PLACES[name] for name in places.index],
         key=fills,
         columns=4,
@@ -197,7 +197,7 @@ def plot_moments(
     return finish(
         ax,
         table,
-        f"The {holder} holds {top_gib.min():.0f} to {top_gib.max():.0f} GiB",
+        f"The {holder} holds up to {top_gib.max():.0f} of {room_gib:.0f} GiB",
         x="layer by layer",
         y="simulated memory [GiB]",
         xlim=(0, len(table) - 1),
@@ -221,9 +221,8 @@ def plot_streams(timeline: Timeline, ax: Axes | None = None) -> Axes:
     rows = busy["stream"].map(streams.index)
     kinds = busy["stream"].map(kind.fillna("compute"))
     fills = kind_fills((*_KINDS.values(), "compute"), timeline.meta.source)
-    drawn = blocks(
-        ax, busy.assign(place=rows, kind=kinds), fills, int(end_ns.max()), unit_s=1.0
-    )
+    work = busy.assign(place=rows, kind=kinds)
+    drawn = blocks(ax, work, fills, int(end_ns.max()))
     drawn.insert(0, "row", [streams[row].label for row in drawn["place"]])
     # passes are what the device computes before the optimizer's update
     is_pass = (spans["stream"] == Stream.COMPUTE) & (spans["kind"] == "compute")
@@ -232,9 +231,9 @@ def plot_streams(timeline: Timeline, ax: Axes | None = None) -> Axes:
     return finish(
         ax,
         drawn.drop(columns=["place", "kind"]),
-        f"Passes end after {passes_s:.1f} s, the step after {step_s:.1f} s",
-        x="simulated time in the step [s]",
+        f"Passes end after {format_s(passes_s)}, the step after {format_s(step_s)}",
+        x="time in the step [ms]",
         rows=[stream.label for stream in streams],
-        reach=step_s,
+        reach=step_s * 1e3,
         origin=timeline,
     )

@@ -40,7 +40,13 @@ _QUANTITIES = {
     "step": ("s", 1e3, PLAIN),
     "compute": ("compute", 100.0, "compute"),
     "exposed_comm": ("exposed_comm", 100.0, "comm"),
-    "overlap": ("overlap", 100.0, "comm"),
+    "overlap": ("overlap", 100.0, "hidden"),
+}
+_AXES = {
+    "step": "step [ms]",
+    "compute": "compute [% of the step]",
+    "exposed_comm": "exposed communication [% of the step]",
+    "overlap": "hidden communication [% of all communication]",
 }
 
 
@@ -81,9 +87,6 @@ def plot_speed(runs: dict[str, Run], ax: Axes | None = None) -> Axes:
     dimensions; MFU as text.
     """
     table = runs_table(runs)
-    # two shades in turn, so that groups of 1D, 2D, ... are told apart
-    odd = table["dimensions"] % 2 == 1
-    shades = odd.map({True: _PHASES["backward"], False: _PHASES["forward"]})
     quartiles_ms = (table["step_p25_s"] * 1e3, table["step_p75_s"] * 1e3)
     fastest = format_s(table["step_s"].min())
     slowest = format_s(table["step_s"].max())
@@ -92,10 +95,9 @@ def plot_speed(runs: dict[str, Run], ax: Axes | None = None) -> Axes:
         table,
         table["step_s"] * 1e3,
         f"{table['model'].iloc[0]}: {fastest} to {slowest} per step",
-        x="median step [ms], quartiles as line",
+        x="median step [ms], with its quartiles",
         rows=_strategies(table),
         origin={"files": steps_files(runs)},
-        fill=list(shades),
         error=quartiles_ms,
         notes=[
             f"{row.samples_per_s:.3g} samples/s, MFU {row.mfu:.1%}"
@@ -199,9 +201,8 @@ def plot_run_memory(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     where the runs had GPUs.
     """
     ax = ax or new_axes(height=1.2 + 0.26 * len(table))
-    unit, factor = bytes_unit(
-        table[["predicted_bytes", "measured_bytes"]].max(axis=None)
-    )
+    largest = table[["predicted_bytes", "measured_bytes"]].max(axis=None)
+    unit, factor = bytes_unit(largest, binary=True)
     key = {"predicted": fill_of("memory", "simulated")}
     # runs on CPUs have no allocator to ask
     if table["measured_bytes"].notna().any():
@@ -210,8 +211,8 @@ def plot_run_memory(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         bars(ax, table[f"{name}_bytes"] / factor, fill=fill, slot=(number, len(key)))
     # what every run has
     predicted = table["predicted_bytes"]
-    least = format_bytes(predicted.min())
-    most = format_bytes(predicted.max())
+    least = format_bytes(predicted.min(), binary=True)
+    most = format_bytes(predicted.max(), binary=True)
     return finish(
         ax,
         table,
@@ -248,12 +249,12 @@ def plot_beside(
     off = (predicted - measured).abs()
     name = what.replace("_comm", " communication").capitalize()
     title = (
-        f"{name} is off by {off.mean():.0f} points on average, by {off.max():.0f} "
-        f"({off.idxmax()}) at worst"
+        f"{name} is off by {plural(round(off.mean()), 'point')} on average, "
+        f"{off.max():.0f} at worst ({off.idxmax()})"
     )
     if not seen.all():
         few = f"{(~seen).sum()} of {len(seen)} runs"
-        title += f"\nNot drawn: {few}, below 1 % both measured and predicted"
+        title += f"\nNot drawn: {few}, below 1% both measured and predicted"
     # times differ by machine: relative errors compare, points do not
     if what == "step":
         error = off / measured
@@ -268,7 +269,7 @@ def plot_beside(
         ax,
         table[["strategy"]].join(numbers).reset_index(),
         title,
-        x="ms per step" if what == "step" else "per cent",
+        x=_AXES[what],
         rows=[f"{run} ({strategy})" for run, strategy in runs],
         key=key,
         columns=2,

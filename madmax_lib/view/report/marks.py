@@ -95,10 +95,9 @@ def line(x: np.ndarray, y: np.ndarray, title: str = "") -> str:
     steps = [f"H{a:.1f}V{b:.1f}" for a, b in zip(across, down, strict=True)]
     # the first point is not drawn to: "H0.0V10.0" becomes "M0.0,10.0"
     steps[0] = steps[0].replace("H", "M").replace("V", ",")
-    caption = f"{escape(title)}: at most {format_bytes(top)}, "
-    caption += f"over {format_s(x[-1] - x[0])}"
+    caption = f"{escape(title)}: peak {size_text(top)} in {format_s(x[-1] - x[0])}"
     path = (
-        f'<path d="{"".join(steps)}" fill="none" stroke="{COLORS["compute"]}" '
+        f'<path d="{"".join(steps)}" fill="none" stroke="{COLORS["memory"]}" '
         'vector-effect="non-scaling-stroke"/>'
     )
     return (
@@ -133,7 +132,7 @@ def table(frame: pd.DataFrame, *, most: int = 200, search: bool = False) -> str:
         find = '<input type="search" placeholder="filter rows">'
     rest = ""
     if left_out > 0:
-        rest = f"<p class=about>{left_out:,} more rows are left out.</p>"
+        rest = f"<p class=about>{left_out:,} more rows are not shown.</p>"
     scroll = "scroll long" if len(frame) > _LONG else "scroll"
     table_html = f'<table class="data">{body}</table>'
     return f'{find}<div class="{scroll}">{table_html}</div>{rest}'
@@ -185,8 +184,9 @@ def _plain(value):
     return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
 
 
-def _size(value):
-    return ("-" if value < 0 else "") + format_bytes(abs(value))
+def size_text(size_bytes: float) -> str:
+    """Bytes in KiB, MiB or GiB, as memory is counted, with their sign."""
+    return ("-" if size_bytes < 0 else "") + format_bytes(abs(size_bytes), binary=True)
 
 
 def _flops(value):
@@ -200,5 +200,6 @@ _BY_UNIT = {  # the longer ends first
     "_per_s": _plain,
     "flops": _flops,
     "_s": format_s,
-    "bytes": _size,
+    "message_bytes": format_bytes,
+    "bytes": size_text,
 }

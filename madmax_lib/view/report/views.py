@@ -12,11 +12,11 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib import traces
-from madmax_lib.base import format_bytes, format_s
+from madmax_lib.base import format_s
 from madmax_lib.timeline import Timeline, breakdown
 from madmax_lib.traces.waits.step_times import steady_state, step_note
 from madmax_lib.view.notebooks.page import paragraph
-from madmax_lib.view.report.marks import bars, cards, line, section, table
+from madmax_lib.view.report.marks import bars, cards, line, section, size_text, table
 from madmax_lib.view.words import percent, plural
 
 _MOST_CAUSES = 12
@@ -58,7 +58,7 @@ def recording_summary(timeline: Timeline, recording: Timeline) -> str:
     if others:
         where = f"in steps that are warm-up or cut ({', '.join(others)}) or outside all"
     work = f"{format_s(whole_s - steady_s)} of work per rank"
-    return f"{summary[:-1]}. {work} is {where} and does not count."
+    return f"{summary[:-1]}. {work} is {where} and is not counted."
 
 
 def overview(timeline: Timeline, detail: Timeline, peaks: pd.DataFrame) -> str:
@@ -77,7 +77,7 @@ def overview(timeline: Timeline, detail: Timeline, peaks: pd.DataFrame) -> str:
         "computing": (percent, sums_s["compute_s"] / total_s),
         "of communication hidden": (percent, hidden),
         "MFU of the recorded shapes": (percent, median_mfu),
-        "memory at the peak": (format_bytes, peaks["peak_bytes"].max()),
+        "memory at the peak": (size_text, peaks["peak_bytes"].max()),
     }
     # a number that is not known has no card
     texts = {
@@ -86,13 +86,16 @@ def overview(timeline: Timeline, detail: Timeline, peaks: pd.DataFrame) -> str:
     # time in which the device neither computes nor copies
     lost_s = ranks["exposed_comm_s"] + ranks["idle_s"]
     chosen, note = _some(ranks.assign(lost_s=lost_s), "rank", "lost_s")
+    exposed = percent(sums_s["exposed_comm_s"] / total_s)
+    idle = percent(sums_s["idle_s"] / total_s)
+    most = ""
+    if worst["exposed_comm_s"] > 0:
+        part = f"{format_s(worst['exposed_comm_s'])} of {format_s(worst['total_s'])}"
+        most = f"; rank {int(worst['rank'])} exposes most ({part})"
     return section(
         "Overview",
         paragraph(
-            f"{percent(sums_s['exposed_comm_s'] / total_s)} of the device time is "
-            f"exposed communication, {percent(sums_s['idle_s'] / total_s)} is idle; rank "
-            f"{int(worst['rank'])} exposes most "
-            f"({format_s(worst['exposed_comm_s'])} of {format_s(worst['total_s'])})."
+            f"{exposed} of the device time is exposed communication, {idle} is idle{most}."
         ),
         cards(texts),
         paragraph(note),
@@ -225,17 +228,17 @@ def distributed(timeline: Timeline) -> str:
     lines = list(map(paragraph, _about_waiting(waits, late)))
     # ranks that neither wait nor are waited for have no row
     late = late[(late["cost_s"] > 0) | (late["waited_s"] > 0)]
-    worst = late.head(_FEW)
     note = ""
     if len(late) > _FEW:
         note = f"The {_FEW} of {len(late):,} ranks that cost the others most."
-    parts = [
-        table(groups[columns], most=50),
+    return section(
+        "Distributed",
+        # of messages, which are counted in other units than memory
+        table(groups[columns].rename(columns={"size_bytes": "message_bytes"}), most=50),
         *lines,
         paragraph(note),
-        table(worst),
-    ]
-    return section("Distributed", *parts)
+        table(late.head(_FEW)),
+    )
 
 
 def _about_waiting(waits, late):
@@ -247,11 +250,11 @@ def _about_waiting(waits, late):
         row = next(often.itertuples())  # the table is in order of the cost
         calls = f"Rank {row.rank} arrives last in {row.last} of {row.calls} calls"
         cost = f"the others wait {format_s(row.cost_s)} for it"
-        lines.append(f"{calls}: {cost}, of {format_s(all_s)} in all.")
+        lines.append(f"{calls}; {cost}, out of {format_s(all_s)} in total.")
     elif all_s > 0:
         lines.append(
             "No rank arrives last more often than by chance; the ranks wait "
-            f"{format_s(all_s)} in all."
+            f"{format_s(all_s)} in total."
         )
     if waits.attrs["one_group_assumed"]:
         lines.append(
@@ -259,8 +262,8 @@ def _about_waiting(waits, late):
         )
     for name, count in waits.attrs["unmatched"].items():
         lines.append(
-            f"{count} calls of {name[:80]} are left out: the ranks made different "
-            "numbers of them in a step."
+            f"{count} calls of {name[:80]} are left out: ranks made different numbers of "
+            "them in a step."
         )
     return lines
 
@@ -284,7 +287,7 @@ def _ranks_text(detail, timeline):
         return ""
     noun = "ranks" if len(detail.ranks) > 1 else "rank"
     ranks = " and ".join(map(str, detail.ranks))
-    return f"Of {noun} {ranks}: the one that loses most, and the median one."
+    return f"Only {noun} {ranks}: the one that loses most time, and the median one."
 
 
 def operator_view(detail: Timeline, timeline: Timeline) -> str:
