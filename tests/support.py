@@ -27,7 +27,7 @@ from madmax_lib.planner.space import (
     sharding_choices,
 )
 from madmax_lib.runs import testbed
-from madmax_lib.simulator.events.schedules import order
+from madmax_lib.simulator.costs.schedules import order
 from madmax_lib.timeline.side_tables import SIDE_TABLES, SideTables, conform
 from madmax_lib.timeline.timeline import Meta, Timeline
 
@@ -285,13 +285,11 @@ def passes_held(
     """Passes whose activations a stage holds at once, at most; freed by the last pass
     that needs them.
     """
-    change = {"forward": 1, "weight" if schedule == "zero-bubble" else "backward": -1}
-    return np.cumsum(
-        [
-            change.get(slot[0], 0)
-            for slot in order(schedule, stage, pp, micro_batches, chunks)
-        ]
-    ).max()
+    slots = order(schedule, stage, pp, micro_batches, chunks)
+    last = {slot[1:]: place for place, slot in enumerate(slots)}
+    frees = [last[slot[1:]] == place for place, slot in enumerate(slots)]
+    begins = [direction == "forward" for direction, *_ in slots]
+    return np.cumsum(np.subtract(begins, frees, dtype=int)).max()
 
 
 def core_flops(block) -> float:

@@ -130,6 +130,27 @@ class Plans:
         return is_tp + (1 - is_tp) * self.tp // (self.etp + is_tp)
 
     @property
+    def folds(self) -> Flags:
+        """Whether the second chunks run back from the last stage to the first, where
+        the head then is.
+        """
+        folds = (self.schedule == "zbv") | (self.schedule == "dualpipev")
+        # one flag where all are alike: formulas stay with numbers
+        return np.all(folds) or (np.any(folds) and folds)
+
+    @property
+    def defers_weights(self) -> Flags:
+        """Whether gradients of weights come later than those of inputs; DualPipeV's
+        where the pipeline fills and drains.
+        """
+        return (self.schedule == "zero-bubble") | self.folds
+
+    @property
+    def head_stage(self) -> _Ints:
+        """Stage of the head: the last, the first where chunks fold back."""
+        return (self.pp - 1) * (1 - self.folds)
+
+    @property
     def ends_as_layers(self) -> _Ints:
         """Layers that embedding and head count as when stages are made equal: 0 to 2."""
         # times 1: the sum of two arrays of flags would be their `or`

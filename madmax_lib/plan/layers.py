@@ -22,7 +22,7 @@ def _stage_layers(layers, pp):
 
 def chunk_layers(layers: int, plan: Plan) -> list[list[range]]:
     """Layers of each chunk of each stage; chunk c of stage s is number c x pp + s of
-    the pipeline.
+    the pipeline, where this is not a V (`stage_of_chunk`).
 
     Without uneven ends a remainder goes to the middle stages. Where embedding or head
     count as layers, it goes to the first stages [torchtitan]; beside first_layers or
@@ -43,8 +43,22 @@ def chunk_layers(layers: int, plan: Plan) -> list[list[range]]:
         parts = _ranges(_uneven(layers, plan))
     else:
         parts = _stage_layers(layers, pp * chunks)
+    if plan.folds:
+        parts[pp:] = reversed(parts[pp:])
     # every pp-th part, from the stage's own, is one of its chunks
     return [parts[stage::pp] for stage in range(pp)]
+
+
+def stage_of_chunk(chunk: int, position: int, pp: int, folds: bool) -> int:
+    """Stage at a position among the chunks of that number, or the position of a stage.
+
+    folds: the second chunks run back from the last stage to the first, as a V [arXiv
+    2401.10241, section 6].
+
+    >>> [stage_of_chunk(1, stage, 4, True) for stage in range(4)]
+    [3, 2, 1, 0]
+    """
+    return pp - 1 - position if folds and chunk else position
 
 
 def _uneven(layers, plan):

@@ -65,7 +65,8 @@ class Plan(Plans):
     sequence_parallel: tp also splits what lies between its products (default None: with
         tp > 1).
     interleave: model chunks per pipeline stage (default 1).
-    schedule: of the pipeline: gpipe, 1f1b or zero-bubble (default 1f1b).
+    schedule: of the pipeline: gpipe, 1f1b, zero-bubble, zbv or dualpipev, of which the
+        last two have two chunks per stage (v2) (default 1f1b).
     offload: states off the device: None, optimizer, all, chunks or nvme (default None).
     prefetch: layers that FSDP gathers ahead (default 1).
     bucket_bytes: size of a DDP bucket in bytes, infinite (`one-bucket`) for one
@@ -94,10 +95,11 @@ class Plan(Plans):
 
     Parts of the text form: dpN tpN ppN cpN epN etpN; zN zero, mbN micro_batch, vN
     interleave, hsN shard, pfN prefetch, capN capacity, firstN and lastN layers, loraN
-    rank, bucketN bytes, one-bucket; selective or full recompute; sp, nosp; gpipe, zb;
-    ulysses; unfused; qwz, hpz, qgz, zpp; overlap-gather, reduce-fp32; embedding-layer,
-    head-layer; overlap-tp, overlap-ep, overlap-dp, no-overlap-tp, no-overlap-ep,
-    no-overlap-dp; offload-optimizer, offload-all, offload-chunks, offload-nvme.
+    rank, bucketN bytes, one-bucket; selective or full recompute; sp, nosp; gpipe, zb,
+    zbv, dualpipev; ulysses; unfused; qwz, hpz, qgz, zpp; overlap-gather,
+    reduce-fp32; embedding-layer, head-layer; overlap-tp, overlap-ep, overlap-dp,
+    no-overlap-tp, no-overlap-ep, no-overlap-dp; offload-optimizer, offload-all,
+    offload-chunks, offload-nvme.
 
     Raises ValueError naming the field, its value and the rule (`rules.ALONE`).
     See also: mm.search, mm.estimate, mm.RunSpec.

@@ -368,9 +368,17 @@ _TRANSFORMER = (
         may_pad=True,
     ),
     Rule(
-        "interleave needs schedule='1f1b'",
-        lambda p, c: (p.interleave > 1) & (p.schedule != "1f1b"),
+        "interleave needs another schedule than gpipe",
+        lambda p, c: (p.interleave > 1) & (p.schedule == "gpipe"),
         "interleave={p.interleave} needs schedule='1f1b', got {p.schedule!r}",
+    ),
+    Rule(
+        "a V has two chunks per stage, whose lengths follow",
+        lambda p, c: (
+            p.folds & ((p.interleave != 2) | (p.first_layers + p.last_layers > 0))
+        ),
+        "schedule={p.schedule!r} needs interleave=2 (v2) and no first_layers or "
+        "last_layers, got interleave={p.interleave}",
     ),
     *map(_of_layers, STAGES),
 )
@@ -403,6 +411,15 @@ BATCH = (
             f"that global_batch={c.global_batch} leaves each of dp={p.dp}; nearest: "
             f"micro_batch={c.global_batch // p.dp}"
         ),
+    ),
+    Rule(  # [torch, ScheduleDualPipeV]
+        "dualpipev needs 2 pp micro-batches",
+        lambda p, c: (
+            (p.schedule == "dualpipev")
+            & (c.global_batch <= (2 * p.pp - 1) * p.dp * p.micro_batch)
+        ),
+        "schedule='dualpipev' needs 2 pp = 2 x {p.pp} micro-batches, of which "
+        "global_batch={c.global_batch} has fewer",
     ),
 )
 

@@ -113,6 +113,14 @@ _CHOICES: dict[str, tuple[Callable, str]] = {
         ),
         "ends of {p.first_layers} and {p.last_layers} layers in {p.interleave} chunks",
     ),
+    "one-chunk": (
+        lambda p, c: (p.schedule == "zero-bubble") & (p.interleave == 1),
+        "zero-bubble with one chunk per stage",
+    ),
+    "zero-bubble-chunks": (
+        lambda p, c: (p.schedule == "zero-bubble") & (p.interleave > 1),
+        "zero-bubble with interleave={p.interleave}",
+    ),
     "rounded": (
         _is_not_counted_out,
         "pp x interleave = {p.pp} x {p.interleave} for so many layers",
@@ -178,7 +186,7 @@ SOFTWARE = (  # where a case names one, by `data/software.csv`
     ),
     _software_rule(
         "interleave",
-        lambda p, s: (p.interleave > 1) & (not s.interleave),
+        lambda p, s: (p.interleave > 1) & (not s.interleave or s.stages_by_flops),
         "interleave={p.interleave}",
     ),
     _software_rule(

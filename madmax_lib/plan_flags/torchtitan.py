@@ -8,10 +8,13 @@ from madmax_lib.plan_flags.keys import Keys
 from madmax_lib.plan_flags.text import Source
 
 # schedule and chunks per stage
-_SCHEDULES = {
-    "1f1b": ("1f1b", 1),
-    "gpipe": ("gpipe", 1),
-    "interleaved1f1b": ("1f1b", 2),
+SCHEDULES = {
+    "1F1B": ("1f1b", 1),
+    "GPipe": ("gpipe", 1),
+    "Interleaved1F1B": ("1f1b", 2),
+    "InterleavedZeroBubble": ("zero-bubble", 2),
+    "ZBVZeroBubble": ("zbv", 2),
+    "DualPipeV": ("dualpipev", 2),
 }
 _DEGREES = {"tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert"}
 _RESHARD = {"always": True, "never": False, "default": None}
@@ -139,7 +142,8 @@ def _pipeline(keys, pp, layers):
     schedule = keys.get(f"{prefix}schedule", "1F1B")
     if pp == 1:
         return {}
-    kind, interleave = keys.word(f"{prefix}schedule", _SCHEDULES, "1F1B")
+    schedules = {name.lower(): means for name, means in SCHEDULES.items()}
+    kind, interleave = keys.word(f"{prefix}schedule", schedules, "1F1B")
     for name in _CUSTOM:
         key = f"parallelism.{name}"
         if keys.get(key):

@@ -20,6 +20,7 @@ from madmax_lib.plan_flags.sizes import (
     titan_config,
     without_off,
 )
+from madmax_lib.plan_flags.torchtitan import SCHEDULES
 
 # where a field changes nothing
 _MOOT: dict[str, Callable[[Plan], bool]] = {
@@ -265,18 +266,16 @@ def _torchtitan(plan, run):
 
 
 def _titan_stages(plan, layers):
-    kind = {"gpipe": "GPipe", "1f1b": "1F1B"}.get(plan.schedule)
-    if kind is None:
+    names = {means: name for name, means in SCHEDULES.items()}
+    name = names.get((plan.schedule, min(plan.interleave, 2)))
+    if name is None:
         raise ValueError(
-            f"torchtitan cannot state schedule={plan.schedule}: its own have two "
-            "chunks per stage"
+            f"torchtitan cannot state schedule={plan.schedule}: it has two chunks per stage"
         )
     flags = {
         "pipeline_parallel_first_stage_less_layers": int(plan.embedding_as_layer),
         "pipeline_parallel_last_stage_less_layers": int(plan.head_as_layer),
-        "pipeline_parallel_schedule": "Interleaved1F1B"
-        if plan.interleave > 1
-        else kind,
+        "pipeline_parallel_schedule": name,
     }
     if plan.interleave > 2:  # two chunks are its default
         if layers is None:

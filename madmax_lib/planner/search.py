@@ -49,7 +49,6 @@ def search(
     imbalance: float | str = 1.0,
     jitter: float | str = 0.0,
     usd_per_hour: float | None = None,
-    directory=None,
     shard: int = 0,
     shards: int = 1,
     progress: bool = True,
@@ -70,10 +69,9 @@ def search(
     what takes no more memory than it fits.
     imbalance: of experts, as in `Case`.
     client: an executor that takes shards of the space: anything with `submit`, such as
-    a ProcessPoolExecutor, mpi4py.futures or a dask client. directory: where finished
-    shards are kept, so that a stopped search goes on. shard of shards: this part only,
-    for job arrays; it may hold no plan that fits. Interrupting returns the best so far
-    with complete=False. Raises ValueError naming the rule that leaves no plan, or the
+    a ProcessPoolExecutor, mpi4py.futures or a dask client. shard of shards: this part
+    only, for job arrays; it may hold no plan that fits. Interrupting returns the best
+    so far with complete=False. Raises ValueError naming the rule that leaves no plan, or the
     least memory that one would need. See also: mm.estimate, mm.tune, mm.planner.Space,
     mm.planner.campaign.
 
@@ -136,7 +134,7 @@ def search(
         )
     # every so-many-th of the degrees: neighbours hold plans of about equal number
     part = degrees[shard::shards]
-    result, complete = run_parts(problem, part, client, directory, progress)
+    result, complete = run_parts(problem, part, client, progress)
     # a shard may hold nothing that fits, and so may what an interruption left
     if complete and not result.feasible and shards == 1:
         raise ValueError(_nothing_fits(problem, result))

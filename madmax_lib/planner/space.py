@@ -24,7 +24,10 @@ from madmax_lib.plan.legal import legal
 from madmax_lib.plan.rule import FIELDS, Rule
 from madmax_lib.plan.rules import NEST
 
+_USUAL = ("1f1b", "gpipe", "zero-bubble")
 _USUAL_CHUNKS = 4  # per stage, beyond which few trainings go
+# of schedules that do not come in any number of chunks, or are run with few
+_CHUNKS = {"gpipe": [1], "zero-bubble": [1, 2], "zbv": [2], "dualpipev": [2]}
 
 
 class _Schedule(NamedTuple):
@@ -83,7 +86,8 @@ class Space:
         (default None).
     usual_interleave: at most 4 chunks, or the fewest where the layers of a stage only
         divide by more (default False).
-    schedule: of the pipeline (default all).
+    schedule: of the pipeline (default 1f1b, gpipe, zero-bubble, and what the software
+        launches where one is named).
     recompute: what the backward pass computes again (default all).
     sequence_parallel: beside tp (default both; always with ep, never where the software
         has none).
@@ -113,7 +117,7 @@ class Space:
     micro_batch: tuple[int, ...] | None = None
     interleave: tuple[int, ...] | None = None
     usual_interleave: bool = False
-    schedule: tuple[str, ...] = ("1f1b", "gpipe", "zero-bubble")
+    schedule: tuple[str, ...] | None = None
     recompute: tuple[str, ...] = ("none", "selective", "full")
     sequence_parallel: tuple[bool, ...] = (True, False)
     context: tuple[str, ...] = ("ring", "ulysses")
@@ -244,9 +248,7 @@ def pass_choices(space: Space, case: Case, degrees: Degrees) -> dict[str, np.nda
     orders = [
         (micro_batch, *schedule)
         for micro_batch in _among(space.micro_batch, _divisors(local_batch))
-        for schedule in _schedules(
-            space, case.model.layers, degrees.pp, local_batch // micro_batch
-        )
+        for schedule in _schedules(space, case, degrees.pp, local_batch // micro_batch)
     ]
     # ways to exchange keys and values that are legal for the degrees
     contexts = ["ring"]
@@ -276,11 +278,12 @@ def pass_choices(space: Space, case: Case, degrees: Degrees) -> dict[str, np.nda
     }
 
 
-def _schedules(space, layers, pp, micro_batches):
+def _schedules(space, case, pp, micro_batches):
     """Schedules that differ: with one stage or one micro-batch all are 1F1B."""
     if pp == 1:
         yield _Schedule()
         return
+    layers = case.model.layers
     cuts = {}  # chunks of a stage -> ways to deal out the layers
     for chunks in range(1, (layers + 2) // pp + 1):
         if ends := _ends(layers, pp, chunks):
@@ -290,11 +293,14 @@ def _schedules(space, layers, pp, micro_batches):
     if space.usual_interleave:
         usual = [chunks for chunks in counts if chunks <= _USUAL_CHUNKS]
         counts = counts[: max(len(usual), 2)]
-    schedules = space.schedule if micro_batches > 1 else space.schedule[:1]
-    for schedule in schedules:
-        # GPipe and zero-bubble schedules are of one chunk per stage
-        allowed = _among(space.interleave, counts) if schedule == "1f1b" else [1]
-        for chunks in allowed:
+    tried = _USUAL + case.software.schedules
+    schedules = space.schedule or tuple(dict.fromkeys(tried))
+    for schedule in schedules if micro_batches > 1 else schedules[:1]:
+        if schedule == "dualpipev" and micro_batches < 2 * pp:
+            continue
+        allowed = counts if schedule in _USUAL else cuts  # a V has no rounds
+        allowed = _among(_CHUNKS.get(schedule), allowed)
+        for chunks in _among(space.interleave, allowed):
             yield from (_Schedule(schedule, chunks, *ends) for ends in cuts[chunks])
 
 

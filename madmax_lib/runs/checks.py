@@ -122,7 +122,7 @@ def _model_rules(plan, spec, settings):
 
 
 def _torch_rules(plan, settings):
-    zero_bubble = plan.schedule == "zero-bubble" and plan.pp > 1
+    zero_bubble = plan.defers_weights and plan.pp > 1
     plus = "is ZeRO++, which only DeepSpeed runs: add @deepspeed to the plan"
     rules = {
         f"{field} ({meaning}) {plus}": getattr(plan, field)
@@ -203,7 +203,7 @@ def _division_rules(plan, spec, sequence):
 
 def _pipeline_rules(plan, spec, micro_batches):
     has_layers = all(map(all, chunk_layers(spec.layers, plan)))
-    zero_bubble = plan.schedule == "zero-bubble"
+    zero_bubble = plan.defers_weights
     plain_1f1b = plan.schedule == "1f1b" and plan.interleave == 1
     # torch's interleaved schedules issue pp micro-batches of a chunk at a time
     rounds = max(micro_batches // plan.pp, 1)
@@ -215,8 +215,12 @@ def _pipeline_rules(plan, spec, micro_batches):
             plain_1f1b and micro_batches < plan.pp
         ),
         f"{uneven} over pp={plan.pp}": (
-            (plan.interleave > 1 or zero_bubble) and micro_batches % rounds
+            (plan.interleave > 1 or zero_bubble)
+            and not plan.folds
+            and micro_batches % rounds
         ),
+        f"{plan.schedule}: the head of {spec.name} is its token table, which two chunks "
+        "of one rank do not share here": plan.folds and spec.tied,
         # seen with torch 2.13: parameters are resharded between the two halves of the
         # backward pass
         "a zero-bubble pipeline gives wrong gradients with zero=3 and dp x cp > 1; use z2": (

@@ -139,16 +139,17 @@ class RunSpec(Settings):
     @property
     def plan(self) -> Plan:
         """The strategy as a Plan; without mb a rank takes its samples at once, a
-        pipeline in pp equal micro-batches.
+        pipeline in pp equal micro-batches, that of a V in 2 pp.
 
-        Where pp does not divide them, in the next number that does.
+        Where that does not divide them, in the next number that does.
         """
         text = self.strategy.partition("@")[0]
         plan = Plan.parse(text)
         if any(part.startswith("mb") for part in text.lower().split(".")):
             return plan
         share = max(self.global_batch // plan.dp, 1)
-        counts = (count for count in range(plan.pp, share) if share % count == 0)
+        least = plan.pp * (1 + plan.folds)  # both arms of a V fill
+        counts = (count for count in range(least, share) if share % count == 0)
         return replace(plan, micro_batch=share // next(counts, share))
 
     @property

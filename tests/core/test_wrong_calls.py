@@ -121,7 +121,6 @@ CALLS = cells(
     searched(usd_per_hour=X, objective="cost") | "a"; -1; [1]; NAN; 0 | usd_per_hour
     searched(space=X) | 3; "quick"; dict(); Space.quick | space= & must be a Space
     searched(client=X) | 3 | client=3 must be an executor with submit
-    searched(directory=X) | 3 | directory=3 must be text or a Path
     searched(X) | None | model=None
     held(model=X) | None | model=None
     mm.model(X) | None | model=None

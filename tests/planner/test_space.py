@@ -85,6 +85,27 @@ def test_interleaving_as_megatron_cuts_it():
     }  # 8, 4, 2 and 1 micro-batches on 4 stages
 
 
+USUAL = {("gpipe", 1), ("1f1b", 1), ("zero-bubble", 1), ("zero-bubble", 2)}
+FOLDED = {("zbv", 2), ("dualpipev", 2)}
+
+
+@pytest.mark.parametrize(
+    ("space", "software", "batch", "wanted"),
+    [
+        (Space(), None, 8, USUAL),
+        (Space(), "torchtitan", 8, USUAL | FOLDED),
+        (Space(), "torchtitan", 2, USUAL | {("zbv", 2)}),  # less than 2 pp
+        (Space(schedule=("zbv",)), None, 8, {("zbv", 2)}),
+    ],
+)
+def test_a_v_is_tried_where_it_is_launched_or_asked_for(space, software, batch, wanted):
+    case = Case(MODEL, NODE, Plan(), batch, software=software)
+    space = replace(space, micro_batch=(1,), interleave=(1, 2))
+    rows = pass_choices(space, case, Degrees(tp=8, cp=1, pp=2, ep=1, dp=1))
+    found = set(zip(rows["schedule"][:, 0], rows["interleave"][:, 0], strict=True))
+    assert found - {("1f1b", 2)} == wanted
+
+
 @pytest.mark.parametrize(
     ("change", "rule"),
     [

@@ -59,6 +59,15 @@ def with_mixers(case):
     return replace(case, model=model, plan=plan, global_batch=case.global_batch * cp)
 
 
+def deferred(case):
+    """The same under a schedule of two chunks that defers gradients of weights."""
+    schedule = ("zero-bubble", "zbv", "dualpipev")[case.global_batch // 2 % 3]
+    if case.plan.pp == 1:
+        return case
+    plan = replace(case.plan, schedule=schedule, interleave=2)
+    return replace(case, plan=plan)
+
+
 def laid_out_s(case):
     return max(run(_lay_out(case, shipped())[1])[1])
 
@@ -85,6 +94,8 @@ AGREEMENT = [
     Agreement(
         "ordinary", 100, 0.985, 0.001, partial(replace, software="megatron-core")
     ),
+    Agreement("ordinary", 200, 0.95, 0.003, deferred),
+    Agreement("random", 200, 0.88, 0.006, deferred),
     Agreement("ordinary", 60, 0.96, 0.001, on_a_cpu),
     Agreement("random", 60, 0.94, 0.001, on_a_cpu),
 ]

@@ -207,6 +207,9 @@ def test_mixture_layer():
     1f1b | 1 | [4, 3, 2, 1]
     gpipe | 1 | [8, 8, 8, 8]
     zero-bubble | 1 | [4, 4, 4, 4]
+    zero-bubble | 2 | [4, 4, 4, 4]
+    zbv | 2 | [4, 4, 4, 4]
+    dualpipev | 2 | [4.5, 4.5, 4.5, 4.5]
     1f1b | 2 | [5.5, 4.5, 3.5, 2.5]
     1f1b | 4 | [4.75, 4.25, 3.75, 3.25]
     """),
@@ -215,7 +218,10 @@ def test_micro_batches_in_flight(schedule, interleave, held):
     stages = np.arange(4)
     assert in_flight(schedule, stages, 4, interleave, 8).tolist() == held
     assert in_flight(schedule, stages, 4, interleave, 1).tolist() == [1, 1, 1, 1]
-    for batches in (4, 8, 16):  # what the simulated order of a stage really holds
+    fewest = schedule == "dualpipev"  # 2 pp of them
+    for batches in (4, 8, 16)[
+        fewest:
+    ]:  # what the simulated order of a stage really holds
         passes = [passes_held(schedule, s, 4, batches, interleave) for s in stages]
         held = in_flight(schedule, stages, 4, interleave, batches) * interleave
         assert held.tolist() == passes

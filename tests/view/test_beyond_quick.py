@@ -74,7 +74,7 @@ OTHERS = {
     "55_heterogeneous_training": [{"small": "dgx-1-v100", "large": "dgx-a100", "small_batch": 8, "large_batch": 16, "model": "gpt2_5b"}],
     "60_design_space": [
         {"model": "llama-7b", "cluster": "dgx-h100", "nodes": 2, "global_batch": 128, "sequence": 2048, "dtype": "fp8", "objective": "cost", "top": 100,
-         "software": "torchtitan", "shards": 2, "shard": 1, "directory": "parts", "tokens": 1e12, "days": 60.0, "usd_per_hour": 2.5},
+         "software": "torchtitan", "shards": 2, "shard": 1, "tokens": 1e12, "days": 60.0, "usd_per_hour": 2.5},
         {"model": "gpt2-large", "nodes": 1, "devices": 4, "global_batch": 64},
     ],
     "61_heterogeneous_plan": [{"model": "gpt2-large", "first": "dgx-h100", "first_nodes": 2, "second": "dgx-a100", "second_nodes": 1, "global_batch": 32}],

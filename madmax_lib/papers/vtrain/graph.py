@@ -1,7 +1,7 @@
 """The operator graph of vTrain: when each piece of a step runs, and how long it takes.
 
 As released with [Bang et al., MICRO 2024] (behaviour recorded), issued to
-`simulator.events.engine` in the 1F1B order of `simulator.events.schedules`. A pipeline
+`simulator.events.engine` in the 1F1B order of `simulator.costs.schedules`. A pipeline
 stage is one rank that does one thing at a time: the layers of a micro-batch, their
 tensor-parallel all-reduces, then the message to the next stage, which blocks it. When
 the first stage has done its last backward pass each stage reduces its gradient, and
@@ -21,8 +21,8 @@ from madmax_lib.papers.vtrain.config import (
     send_s,
     tensor_s,
 )
+from madmax_lib.simulator.costs.schedules import turns
 from madmax_lib.simulator.events.engine import Program, Stream, run, to_timeline
-from madmax_lib.simulator.events.schedules import dependency, in_order, order
 from madmax_lib.timeline import Meta, Timeline
 
 
@@ -118,10 +118,8 @@ class _Step:
         pp = self.shape.pp
         m = self.shape.micro_batches
         # min(p-1-r, m) warm-up forwards on stage r, then one forward, one backward
-        orders = [order("1f1b", stage, pp, m) for stage in range(pp)]
         done = {}
-        for stage, slot in in_order(orders):
-            message = dependency(slot, stage, pp, 1)
+        for stage, slot, message, _ in turns("1f1b", pp, m):
             after = (done[message],) if message else ()
             self._pass(stage, slot, after)
             done[stage, slot] = self._last[stage]

@@ -35,8 +35,8 @@ from madmax_lib.planner.hetero.stage_plan import HeteroPlan
 from madmax_lib.planner.hetero.stages import Grid
 from madmax_lib.planner.hetero.sweep import Sweeper
 from madmax_lib.planner.hetero.thresholds import Search
+from madmax_lib.simulator.costs.schedules import turns
 from madmax_lib.simulator.events.engine import Program, Stream, to_timeline
-from madmax_lib.simulator.events.schedules import dependency, in_order, order
 from madmax_lib.timeline import Meta, Timeline
 
 _MOST_STAGES = 8  # in a repr
@@ -272,8 +272,7 @@ def _add_passes(program, planned):
     sends_s = costs.sends_s()
     sends = {}  # numbers of messages by (stage, slot) of their sender
     last = [0] * pp
-    orders = [order("1f1b", stage, pp, planned.plan.batches) for stage in range(pp)]
-    for number, slot in in_order(orders):
+    for number, slot, message, _ in turns("1f1b", pp, planned.plan.batches):
         direction, _, batch = slot
         forward = direction == "forward"
         rank = stages[number].start
@@ -283,7 +282,6 @@ def _add_passes(program, planned):
         pass_s = times_s[number] * (_FORWARD if forward else 1 - _FORWARD)
         if not forward and number == pp - 1:
             pass_s += sync_s  # the end of all passes of a micro-batch
-        message = dependency(slot, number, pp, 1)
         after = [sends[message]] if message else []
         work = ("compute", f"{direction} {batch}", pass_s, after)
         last[number] = program.op(Stream.COMPUTE, *work, rank=rank)

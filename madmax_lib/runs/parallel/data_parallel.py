@@ -60,7 +60,7 @@ class DataParallel:
             return "hsdp" if self.mesh.dense.ndim == 2 else "fsdp2"
         if ranks == 1:
             return "none"
-        beyond_ddp = plan.tp * plan.ep > 1 or plan.schedule == "zero-bubble"
+        beyond_ddp = plan.tp * plan.ep > 1 or plan.defers_weights
         return "replicate" if beyond_ddp else "ddp"
 
     @property

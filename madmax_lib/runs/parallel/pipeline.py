@@ -2,14 +2,15 @@
 stages of one model.
 
 gpipe [arXiv 1811.06965], 1f1b and its interleaved form [arXiv 2104.04473], zero-bubble
-[arXiv 2401.10241]. Stages are told the shapes they exchange; left to find out, they
-would run once on memory that was never written.
+and zbv [arXiv 2401.10241], dualpipev [arXiv 2412.19437]. Stages are told the shapes
+they exchange; left to find out, they would run once on memory that was never written.
 """
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
+from madmax_lib.plan.layers import stage_of_chunk
 from madmax_lib.runs.measure.phases import Phases
 from madmax_lib.runs.model import losses
 from madmax_lib.runs.model.network import Network
@@ -20,6 +21,8 @@ _SCHEDULES = {
     "gpipe": schedules.ScheduleGPipe,
     "1f1b": schedules.Schedule1F1B,
     "zero-bubble": schedules.ScheduleInterleavedZeroBubble,
+    "zbv": schedules.ScheduleZBVZeroBubble,
+    "dualpipev": schedules.ScheduleDualPipeV,
 }
 
 
@@ -40,6 +43,16 @@ class _TimedStage(PipelineStage):
         with self.phases("backward"):
             return super().backward_weight_one_chunk(*args, **kwargs)
 
+    # torch 2.13 hands gradients between two chunks of a rank in an evaluation, too,
+    # where there are none
+
+    def get_local_bwd_output(self, mb_index):
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs, mb_index):
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
 
 class Pipeline:
     """Runs the stages of this rank.
@@ -59,7 +72,7 @@ class Pipeline:
         mesh = data_parallel.mesh
         rank = mesh.coordinate("pp")
         self.first = rank == 0
-        self.last = rank == plan.pp - 1
+        self.last = rank == plan.head_stage
         options = {"dtype": dtype, "device": phases.device}
         timed = []
         for chunk, (network, module) in enumerate(stages):
@@ -68,7 +81,7 @@ class Pipeline:
             module.register_forward_hook(lambda *call: call[-1].contiguous())
             stage = _TimedStage(
                 module,
-                chunk * plan.pp + rank,
+                chunk * plan.pp + stage_of_chunk(chunk, rank, plan.pp, plan.folds),
                 plan.pp * plan.interleave,
                 phases.device,
                 input_args=inputs,
@@ -78,7 +91,7 @@ class Pipeline:
             stage.phases = phases
             timed.append(stage)
         kind = _SCHEDULES[plan.schedule]
-        if plan.interleave > 1:
+        if plan.interleave > 1 and plan.schedule == "1f1b":
             kind = schedules.ScheduleInterleaved1F1B
         single = issubclass(kind, schedules.PipelineScheduleSingle)
         self.schedule = kind(

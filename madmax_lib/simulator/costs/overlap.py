@@ -111,5 +111,6 @@ class Overlap:
 
     @cached_property
     def splits_backward(self) -> Number:
-        """1 where wgrad is computed later than dgrad (zero-bubble)."""
-        return (self.plan.schedule == "zero-bubble") + 0.0
+        """1 where wgrad is computed later than dgrad, of most micro-batches."""
+        p = self.plan
+        return p.defers_weights * (p.schedule != "dualpipev") + 0.0

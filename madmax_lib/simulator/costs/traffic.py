@@ -228,7 +228,7 @@ def tied_s(prices: Prices) -> Number:
     """
     p = prices.plan
     shape = prices.steps.shape
-    is_tied = (shape.head_parameters == 0) * (p.pp > 1)
+    is_tied = (shape.head_parameters == 0) * (p.head_stage > 0)
     sums = prices.traits.sums_tied * prices.trained * is_tied
     if not np.any(sums):
         return 0.0

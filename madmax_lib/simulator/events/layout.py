@@ -8,6 +8,8 @@ micro-batches in the order of the schedule.
 from functools import cache
 
 from madmax_lib.plan import Case
+from madmax_lib.plan.layers import stage_of_chunk
+from madmax_lib.simulator.costs.schedules import turns
 from madmax_lib.simulator.events.engine import Program, Stream
 from madmax_lib.simulator.events.pass_builder import PassBuilder, units_of
 from madmax_lib.simulator.events.passes import (
@@ -18,7 +20,6 @@ from madmax_lib.simulator.events.passes import (
     Pass,
     crosses,
 )
-from madmax_lib.simulator.events.schedules import dependency, in_order, order
 from madmax_lib.simulator.events.sharding import Sharding
 
 
@@ -50,21 +51,17 @@ class StepBuilder:
     def build(self, micro_batches: int) -> Program:
         """All stages and micro-batches, gradients, optimizer."""
         plan = self.plan
-        chunks = plan.interleave
         program = Program()
-        orders = [
-            order(plan.schedule, stage, plan.pp, micro_batches, chunks)
-            for stage in range(plan.pp)
-        ]
         sent = {}
         latest = {}  # last op on the compute stream of each stage
         ends = [[] for _ in range(plan.pp)]  # what optimizers await
-        for stage, slot in in_order(orders, chunks):
+        steps = turns(plan.schedule, plan.pp, micro_batches, plan.interleave)
+        for stage, slot, awaits, with_weights in steps:
             direction, chunk, number = slot
             first = number == 0 and plan.overlap_gather
             last = number == micro_batches - 1
-            pass_ = self._pass(stage, direction, chunk, first, last)
-            message = sent.get(dependency(slot, stage, plan.pp, chunks))
+            pass_ = self._pass(stage, direction, chunk, first, last, with_weights)
+            message = sent.get(awaits)
             if isinstance(message, Message):
                 crossing = crosses(slot, stage, plan, micro_batches)
                 message = message.received(program, latest.get(stage), crossing)
@@ -87,14 +84,16 @@ class StepBuilder:
             self._optimizer(program, stage, ends[stage])
         return program
 
-    def _lay_out(self, stage, direction, chunk, first, last):
+    def _lay_out(self, stage, direction, chunk, first, last, with_weights):
         """Ops of a pass. first: it gathers all parameters ahead; last: it is of the
-        last micro-batch.
+        last micro-batch; with_weights: a backward pass computes gradients of weights, too.
         """
         builder = self._last if last else self._usual
         blocks = builder.batch.chunks[stage][chunk]
         pass_ = builder.new_pass(blocks, direction, last)
-        virtual = chunk * self.plan.pp + stage
+        pass_.with_weights = with_weights
+        plan = self.plan
+        virtual = chunk * plan.pp + stage_of_chunk(chunk, stage, plan.pp, plan.folds)
         if direction == "weight":
             builder.weights(pass_, blocks, last)
         elif direction == "forward":
@@ -117,13 +116,18 @@ class StepBuilder:
         receive it; where it stops the host, the stage waits for it.
         """
         stage, to = way
-        if not 0 <= to < self.plan.pp * self.plan.interleave:
+        plan = self.plan
+        if not 0 <= to < plan.pp * plan.interleave:
+            return
+        receiver = stage_of_chunk(*divmod(to, plan.pp), plan.pp, plan.folds)
+        if receiver == stage:  # the turn of a V
+            pass_.sends = max(ready)
             return
         prices = self.batch.prices
         size_bytes = builder.batch.sent_bytes
         # a node holds the devices of both stages, or not
-        low, high = sorted((stage, to % self.plan.pp))
-        devices = self.plan.world_size // self.plan.pp
+        low, high = sorted((stage, receiver))
+        devices = plan.world_size // plan.pp
         node = self.case.cluster.devices_per_node
         is_near = low * devices // node == ((high + 1) * devices - 1) // node
         pair = "same node" if is_near else "other node"

@@ -34,7 +34,6 @@ class PassBuilder:
         self.plan = batch.prices.plan
         self.sharding = sharding
         self.on_host = bool(batch.prices.traits.on_host)
-        self.splits_backward = bool(batch.prices.splits_backward)
         self.comm_s = cache(self._comm_s)  # blocks repeat
         self._seconds: dict[tuple, dict[str, float]] = {}
         self._slowdowns: dict[tuple, _ByDirection] = {}
@@ -100,7 +99,7 @@ class PassBuilder:
                 if not block.table:
                     after = [*previous, *gathered(block, previous)]
                 previous = self._layer_block(unit, pass_, block, "backward", after)
-                if not self.splits_backward:
+                if pass_.with_weights:
                     reduce(
                         block,
                         pass_.last,
@@ -143,7 +142,7 @@ class PassBuilder:
         block beside the one before.
         """
         prices = self.prices
-        seconds = self._computed_s(layer, phase)[layer.index(block)]
+        seconds = self._computed_s(layer, phase, pass_.with_weights)[layer.index(block)]
         stop_s = float(prices.stop_s(layer))
         if not stop_s:
             return self._work(pass_, block, phase, after, seconds)
@@ -159,11 +158,11 @@ class PassBuilder:
         pass_.launches.append(pass_.op(Stream.LAUNCH, "cpu", name, launch_s, ()))
         return done
 
-    def _computed_s(self, layer, phase):
+    def _computed_s(self, layer, phase, with_weights):
         """Seconds that each block of a layer computes in a phase, some of it beside
         exchanges of other blocks.
         """
-        with_weights = phase == "backward" and not self.splits_backward
+        with_weights = phase == "backward" and with_weights
         seconds = [
             times[phase] + with_weights * times["weight"]
             for times in map(self._block_s, layer)

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 
 from madmax_lib.plan import Plan
 from madmax_lib.simulator.costs.prices import Prices
+from madmax_lib.simulator.costs.schedules import Slot
 from madmax_lib.simulator.events.engine import Program, Stream
-from madmax_lib.simulator.events.schedules import Slot
 from madmax_lib.simulator.layers.ops import Block, Comm
 
 # What an op waits for outside of its pass: the message of another stage, the last
@@ -43,7 +43,8 @@ class Pass:
     sends: op that sends the result on, -1 if none does; message: what is sent once its
     receiver is there. ends: ops that the optimizer waits for. launches: what the host
     issued. gathers, restores: what each gather of parameters, and each return of a
-    checkpoint, waited for so far.
+    checkpoint, waited for so far. with_weights: a backward pass computes gradients of
+    weights, too.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Pass:
         self.gathers: list[list[int]] = []
         self.restores: list[list[int]] = []
         self.launches: list[int] = []
+        self.with_weights = False
 
     def op(
         self,

@@ -19,6 +19,7 @@ _CUT = (
     "last_layers",
     "embedding_as_layer",
     "head_as_layer",
+    "folds",
 )
 
 
@@ -63,11 +64,11 @@ def kinds_of_chunks(
     )
 
 
-def cuts_of(plans: Plans, layers: int | np.ndarray = 0) -> tuple[list, np.ndarray]:
-    """Cuts that plans, and numbers of layers, make: the values of each once, for
-    `plan_of_cut` and the layers last, and the index of the cut of each plan.
+def cuts_of(plans: Plans, *counts: int | np.ndarray) -> tuple[list, np.ndarray]:
+    """Cuts that plans, and counts such as that of layers, make: the values of each once,
+    for `plan_of_cut` and the counts last, and the index of the cut of each plan.
     """
-    columns = [*(getattr(plans, name) for name in _CUT), layers]
+    columns = [*(getattr(plans, name) for name in _CUT), *counts]
     shape = np.broadcast_shapes(*map(np.shape, columns))
     # the columns as digits of one number for each plan
     code = np.zeros(shape, np.int64)
@@ -85,4 +86,6 @@ def cuts_of(plans: Plans, layers: int | np.ndarray = 0) -> tuple[list, np.ndarra
 
 def plan_of_cut(cut: tuple) -> Plan:
     """Plan of a cut of `cuts_of`, all other fields at their defaults."""
-    return Plan(**dict(zip(_CUT, cut, strict=False)))
+    fields = dict(zip(_CUT, cut, strict=False))
+    schedule = "zbv" if fields.pop("folds") else "1f1b"
+    return Plan(**fields, schedule=schedule)

@@ -53,10 +53,6 @@ def chunk_blocks(case: Case) -> list[list[list[Block]]]:
     if isinstance(model, DLRM):
         return [[dlrm_blocks(case)]]
     plan = case.plan
-    if case.software.stages_by_flops and plan.interleave > 1:
-        raise ValueError(
-            f"interleave={plan.interleave}: {case.software.name} has one chunk per stage"
-        )
     work = Work.of(case)
     kinds = {}
 
@@ -80,7 +76,7 @@ def chunk_blocks(case: Case) -> list[list[list[Block]]]:
         for stage in cut_model(model, plan, case.software)
     ]
     result[0][0].insert(0, embedding_block(work))
-    result[-1][-1].append(head_block(work))
+    result[plan.head_stage][-1].append(head_block(work))
     return result
 
 
@@ -191,7 +187,7 @@ def head_block(work: Work) -> Block:
         wide=True,
     )
     # a pipeline holds a tied table twice
-    tied_copy = shape.table_parameters * (plan.pp > 1)
+    tied_copy = shape.table_parameters * (plan.head_stage > 0)
     is_untied = shape.head_parameters > 0
     weights = np.where(is_untied, shape.head_parameters, tied_copy) / plan.tp
     moved = work.gathers_logits * rows * shape.outputs * work.width.storage_bytes

@@ -181,8 +181,9 @@ def in_flight(schedule, stage, pp, interleave=1, micro_batches=np.inf):
     gpipe: all. 1f1b: pp - stage. Interleaved: 2 (pp - stage - 1) + (v - 1) pp + 1
     chunks of 1/v stage, which is pp (1 + (pp - 1) / (pp v)) on the first stage [arXiv
     2205.05198, section 4.2.3]; all if there are at most pp. zero-bubble: pp on every
-    stage, as weight gradients wait (ZB-H1, arXiv 2401.10241). Never more than there
-    are.
+    stage, as weight gradients wait (ZB-H1, arXiv 2401.10241). zbv: 2 pp - stage - 1 of
+    the first chunk and stage + 1 of the second, pp on every stage, too; dualpipev one
+    more of the first [arXiv 2412.19437, table 2]. Never more than there are.
 
     >>> [float(in_flight("1f1b", stage, 4)) for stage in range(4)]
     [4.0, 3.0, 2.0, 1.0]
@@ -194,8 +195,10 @@ def in_flight(schedule, stage, pp, interleave=1, micro_batches=np.inf):
         micro_batches <= pp, np.inf, 2 * (pp - stage - 1) + (v - 1) * pp + 1
     )
     in_order = np.where(v > 1, chunks / v, pp - stage)
-    first = np.where(v > 1, pp + (pp - 1) / v, pp)
-    gpipe = np.asarray(schedule == "gpipe")
-    zero_bubble = np.asarray(schedule == "zero-bubble")
-    batches = np.select([gpipe, zero_bubble], [micro_batches, first], in_order)
+    is_dual = schedule == "dualpipev"
+    first = np.minimum(2 * pp - stage - 1 + is_dual, micro_batches)
+    folded = (first + np.minimum(stage + 1, micro_batches)) / 2
+    batches = np.where(schedule == "zero-bubble", pp, in_order)
+    batches = np.where(is_dual | (schedule == "zbv"), folded, batches)
+    batches = np.where(schedule == "gpipe", micro_batches, batches)
     return np.minimum(batches, micro_batches)

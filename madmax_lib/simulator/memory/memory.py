@@ -236,7 +236,7 @@ def _differing_stages(model, cut, software):
     """
     kinds = {}
     counts = held_layers(model, plan_of_cut(cut), software).values()
-    last = cut[0] - 1
+    last = plan_of_cut(cut).head_stage
     for stage, layers in enumerate(zip(*counts, strict=True)):
         kinds.setdefault((layers, stage == 0, stage == last), (stage, *layers))
     return tuple(kinds.values())
@@ -341,12 +341,12 @@ def _tensor_bytes(
     casts = software.cast_bytes * (count.dense + count.experts - count.block)
     casts = casts - _LOGIT_GRADIENT * outputs / p.tp
     remembers = "stream" in software.keeps and (p.zero < 2) & (p.recompute != "none")
-    remembers = remembers & (stage == p.pp - 1)
+    remembers = remembers & (stage == p.head_stage)
     return states | {
         "gradients": np.where(fresh, 0.0, gradients),
         "gradients of one pass": np.where(fresh, gradients, 0.0),
         "activations": batches * (stored + sent) + masks,
-        "logits": np.where(stage == p.pp - 1, logits, 0.0),
+        "logits": np.where(stage == p.head_stage, logits, 0.0),
         "casts until the loss": np.where(remembers, np.maximum(casts, 0.0), 0.0),
         "block at work": at_work,
     }

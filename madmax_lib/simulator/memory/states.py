@@ -111,8 +111,8 @@ def stage_parameters(
     router = model.router_parameters + model.latent_parameters
     # a pipeline holds the table twice
     table = 0 if model.image else model.vocab * model.hidden
-    tied = np.where(p.pp > 1, table, 0)
-    last = stage == p.pp - 1
+    tied = np.where(p.head_stage > 0, table, 0)
+    last = stage == p.head_stage
     ends = (stage == 0) * model.embedding_parameters
     ends = (ends + last * (model.head_parameters or tied)) / p.tp
     ends = ends + last * model.norm_parameters

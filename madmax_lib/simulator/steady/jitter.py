@@ -83,7 +83,7 @@ def _nested_ranks(steps, times):
     # seconds of the bottleneck stage, and of a mean other one, in a micro-batch
     stage_s = sum(times[part] for part in _OF_STAGE) / steps.micro_batches
     other_s = times["bubble_s"] * plan.interleave / (pp - (pp > 1))
-    other_s = np.where(plan.schedule == "zero-bubble", stage_s, other_s)
+    other_s = np.where(plan.defers_weights, stage_s, other_s)
     # probability that another stage is behind by more than it is faster
     lag = np.minimum(other_s / stage_s - 1, 0.0)
     equal_chance = np.exp(lag / np.maximum(steps.jitter, 1e-9))

@@ -16,39 +16,26 @@ from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.rates.compute import Number
 from madmax_lib.simulator.steady.layer_costs import LayerCosts
 from madmax_lib.simulator.steady.stages import Stages
+from madmax_lib.simulator.steady.walk import walked_bubble_s
 
 
 def bubble_s(steps: Steps, costs: LayerCosts, stages: Stages) -> Number:
     """Seconds for which the slowest stage waits while the pipeline fills and drains.
 
     The other stages pass once; where chunks interleave, a chunk of each does, with
-    embedding and head. Gradients of weights fill the bubble of ZB-H1 as long as there
-    are backward passes to wait for: with F, B and W of a stage (forward, dgrad, wgrad)
-    it lasts (pp - 1)(F + B) - min(pp - 1, m - 1) min(F, B, W) [arXiv 2401.10241].
+    embedding and head. Where gradients of weights fill it, the order is walked.
     """
     plan = steps.plan
-    count = steps.micro_batches
     pp = plan.pp
     hidden_s = (pp - 1) * stages.overlapped_by_peers_s
     bubble = stages.sum_s - stages.slowest_s - hidden_s
     several = plan.interleave > 1
     if np.any(several):
         bubble = np.where(several, _interleaved_bubble_s(steps, stages, bubble), bubble)
-    split = costs.prices.splits_backward > 0
-    if not np.any(split):
-        return bubble
-    all_layers = steps.shape.layers
-    fills = np.minimum(pp - 1, count - 1)
-    longest = []
-    for stage, head in zip(stages.three, (None, None, costs.head), strict=True):
-        others = all_layers - stage.layers
-        mean_other = others / np.maximum(pp - 1, 1)
-        least_s = _least_pass_s(stages, stage.layers, mean_other, head)
-        filled_s = others * stages.passes.wgrad_s + fills * least_s
-        lag_s = (count - 1) * (stage.seconds - stages.slowest_s)
-        longest.append(lag_s - filled_s)
-    filled = np.maximum(bubble + reduce(np.maximum, longest), 0.0)
-    return np.where(split, filled, bubble)
+    if np.any(plan.defers_weights):
+        walked_s = walked_bubble_s(steps, costs, stages)
+        return np.where(plan.defers_weights, walked_s, bubble)
+    return bubble
 
 
 def _interleaved_bubble_s(steps, stages, bubble):
@@ -86,37 +73,19 @@ def short_batch_s(steps: Steps, usual: Stages, short: Stages) -> Number:
     """Seconds that a short last micro-batch adds to the bubble; stages of the others
     and of that one.
 
-    Under 1F1B the last stage takes it while the one before drains the pipeline, under
-    zero-bubble it fills less. With chunks the one before it comes round no sooner.
+    Under 1F1B the last stage takes it while the one before drains the pipeline. With
+    chunks the one before it comes round no sooner.
     """
     plan = steps.plan
     pp = plan.pp
     chunks = plan.interleave
     shorter_s = usual.first_backward_s - short.first_backward_s
     added_s = -np.minimum((pp - 1) * shorter_s, short.first_forward_s)
-    split = plan.schedule == "zero-bubble"
-    if np.any(split):
-        mean = steps.shape.layers / pp
-        usual_s = _least_pass_s(usual, mean, mean)
-        less_s = usual_s - _least_pass_s(short, mean, mean)
-        added_s = np.where(split, (steps.micro_batches <= pp) * less_s, added_s)
     extra = np.floor(steps.round_size) - pp  # of a round beyond one of each stage
     waited_s = np.maximum(shorter_s - extra * usual.first_backward_s, 0.0)
     in_rounds_s = (1 - 1 / chunks) * waited_s
     added_s = np.where(chunks > 1, in_rounds_s, added_s)
-    return np.where(plan.schedule == "gpipe", 0.0, added_s)
-
-
-def _least_pass_s(stages, layers, others, head=None):
-    """Least of F and W of a stage with so many layers and B of a stage with others."""
-    passes = stages.passes
-    head_forward_s, head_wgrad_s = 0.0, 0.0
-    if head:
-        head_forward_s = head.passes_s[0]
-        head_wgrad_s = head.time.weight_s
-    forward_s = layers * passes.forward_s + head_forward_s
-    wgrad_s = layers * passes.wgrad_s + head_wgrad_s
-    return np.minimum(np.minimum(forward_s, wgrad_s), others * passes.dgrad_s)
+    return np.where((plan.schedule == "gpipe") | plan.defers_weights, 0.0, added_s)
 
 
 def messages_s(steps: Steps, costs: LayerCosts, stages: Stages) -> Number:

@@ -178,7 +178,8 @@ def _exposed_reductions(stage, moved, prices):
     after that of the host.
     """
     steps = prices.steps
-    chunks = prices.plan.interleave
+    plan = prices.plan
+    chunks = plan.interleave
     backward_s = stage.backward_s
     last_s = stage.last_backward_s
     in_chunk = stage.layers / chunks
@@ -187,15 +188,18 @@ def _exposed_reductions(stage, moved, prices):
     slower_s = np.where(fills, prices.contention_s(last_s, moved.reduce_s), 0.0)
     ready = np.minimum(moved.first_bucket_layers, in_chunk)
     begun_s = ready * stage.layer_s + stage.head_s
-    round_s = steps.round_size * backward_s
-    rest_s = _left_s(moved, last_s + slower_s, begun_s, round_s, chunks)
+    later_s = (1 - 1 / chunks) * steps.round_size * backward_s
+    # stages of ZB-V end up to a W of a chunk (wgrad) after each other: the second has
+    # least time between its last passes
+    turn_s = (plan.schedule == "zbv") * (plan.pp - 2) * last_s / chunks
+    later_s = np.where(plan.folds, turn_s, later_s)
+    rest_s = _left_s(moved, last_s + slower_s, begun_s, later_s, chunks)
     drain_s = _drain_s(stage, slower_s, prices)
-    split = prices.splits_backward > 0
-    rest_s = rest_s + slower_s + np.where(split, 0.0, drain_s)
+    rest_s = rest_s + slower_s + np.where(plan.defers_weights, 0.0, drain_s)
     launched_s = stage.launched_s
     begun_s = ready * launched_s / np.maximum(stage.layers, 1)
-    round_s = steps.round_size * launched_s
-    host_s = _left_s(moved, launched_s, begun_s, round_s, chunks)
+    later_s = (1 - 1 / chunks) * steps.round_size * launched_s
+    host_s = _left_s(moved, launched_s, begun_s, later_s, chunks)
     hides = prices.hides_reductions
     after_s = np.where(hides, rest_s, moved.serial_s)
     after_host_s = np.where(hides, host_s, moved.serial_s)
@@ -217,15 +221,13 @@ def _exposed_reductions(stage, moved, prices):
     return ExposedGradients(each * during_s, after_s, after_host_s)
 
 
-def _left_s(moved, pass_s, begun_s, round_s, chunks):
+def _left_s(moved, pass_s, begun_s, later_s, chunks):
     """Reductions left when the last backward pass ends, whose first bucket is full
     after begun_s.
 
-    round_s: passes of as many micro-batches as go through a chunk in a row.
+    later_s: passes between the last ones of a stage's chunks.
     """
-    chunks = chunks
     room_s = np.maximum(pass_s / chunks - begun_s, 0.0)
-    later_s = (chunks - 1) * round_s / chunks  # passes between those of its chunks
     last_chunk_s = moved.reduce_s / chunks - room_s
     all_chunks_s = moved.reduce_s - room_s - later_s
     return np.maximum(np.maximum(last_chunk_s, all_chunks_s), moved.last_bucket_s)

@@ -96,14 +96,15 @@ class Stages:
 def stages_of(steps: Steps, costs: LayerCosts) -> Stages:
     """Stages as `plan.layers.chunk_layers` cuts them; a remainder lies in the middle."""
     shape = steps.shape
-    pp = steps.plan.pp
-    single = pp == 1
+    plan = steps.plan
+    pp = plan.pp
+    together = plan.head_stage == 0  # both ends of the model on the first stage
     first, middle, last = _stage_layers(steps)
     passes = _layer_passes(costs.layer, costs)
     layer_s = passes.both_s
     exposed = _exposed_traffic(steps, costs)
     # a chunk of each stage begins a forward and a backward pass
-    switches_s = 2 * steps.plan.interleave * costs.prices.switch_s
+    switches_s = 2 * plan.interleave * costs.prices.switch_s
     each_s = exposed.each_s + switches_s
     # the first layers of a mixture may be dense, which takes them more or less time
     is_mixture = shape.experts > 0
@@ -117,16 +118,18 @@ def stages_of(steps: Steps, costs: LayerCosts) -> Stages:
     embedding_forward_s, embedding_backward_s = costs.embedding.passes_s
     head_forward_s, head_backward_s = costs.head.passes_s
     forward_s = first * passes.forward_s + (
-        dense * forward_less_s + (embedding_forward_s + single * head_forward_s)
+        dense * forward_less_s + (embedding_forward_s + together * head_forward_s)
     )
     backward_s = first * passes.backward_s + (
-        dense * backward_less_s + (embedding_backward_s + single * head_backward_s)
+        dense * backward_less_s + (embedding_backward_s + together * head_backward_s)
     )
-    end_s = exposed.embedding_s + single * exposed.head_s
+    end_s = exposed.embedding_s + together * exposed.head_s
     first_s = forward_s + backward_s + each_s + end_s
-    middle_s = np.where(pp > 2, middle * layer_s + each_s, 0.0)
+    # all others are alike where the last has no head
+    has_middle = pp > 2 - plan.folds
+    middle_s = np.where(has_middle, middle * layer_s + each_s, 0.0)
     head_s = sum(costs.head.passes_s) + exposed.head_s
-    last_s = last * layer_s + head_s + each_s
+    last_s = last * layer_s + (1 - together) * head_s + each_s
     last_s = np.where(pp > 1, last_s, 0.0)
     between = np.where(pp > 2, shape.layers - first - last, 0.0)
     middle_ends_s = np.maximum(pp - 2, 0) * each_s
@@ -138,9 +141,10 @@ def stages_of(steps: Steps, costs: LayerCosts) -> Stages:
     slowest_s = np.maximum(np.maximum(first_s, middle_s), last_s)
     # of equally slow stages the last is told, whichever is rounded up
     least_s = slowest_s * (1 - _ROUNDING)
-    has_head = (last_s >= least_s) | single
+    is_first = first_s >= least_s
+    has_head = np.where(together, is_first, last_s >= least_s)
     share = shape.moe_share_after_dense
-    middle = np.where(pp > 2, middle, 0)
+    middle = np.where(has_middle, middle, 0)
     last = np.where(pp > 1, last, 0)
     return Stages(
         three=(
@@ -161,7 +165,7 @@ def stages_of(steps: Steps, costs: LayerCosts) -> Stages:
         first_backward_s=backward_s,
         longest_chunk_excess_s=excess.longest_chunk_s,
         dense_layers=dense,
-        has_embedding=(first_s >= least_s) & (single | ~has_head),
+        has_embedding=is_first & (together | ~has_head),
         has_head=has_head,
     )
 
@@ -194,9 +198,10 @@ def _stage_layers(steps):
 @lru_cache(maxsize=4096)
 def _layers_of_cut(cut: tuple):
     """Layers of the first, the fullest middle and the last stage."""
-    stages = chunk_layers(int(cut[-1]), plan_of_cut(cut))
-    sizes = [sum(map(len, stage)) for stage in stages]
-    return [sizes[0], max(sizes[1:-1], default=0), sizes[-1]]
+    plan = plan_of_cut(cut)
+    sizes = [sum(map(len, stage)) for stage in chunk_layers(int(cut[-1]), plan)]
+    inner = sizes[1 : plan.head_stage or None]
+    return [sizes[0], max(inner, default=0), sizes[-1]]
 
 
 def _excess(steps, costs, layers):
@@ -405,17 +410,19 @@ def _stage_excess(model, costs, middle):
     index = np.broadcast_to(index, shape)
     result = np.zeros((4, *shape))
     for number, cut in enumerate(cuts):
-        chunks = kinds_of_chunks(model, plan_of_cut(cut))
+        cut_plan = plan_of_cut(cut)
+        chunks = kinds_of_chunks(model, cut_plan)
         rows = index == number
         of_stage = chunks.sum(axis=1)  # (stages, kinds)
         stages_s = of_stage @ excess_s[:, rows]
         result[0][rows] = stages_s[0]
         result[2][rows] = stages_s[-1]
-        if len(of_stage) > 2:
+        inner = slice(1, cut_plan.head_stage or None)
+        if len(of_stage[inner]):
             layers = of_stage.sum(axis=1, keepdims=True)
             whole_s = layers * mean_s[rows] + stages_s
             mean_middle_s = middle[rows] * mean_s[rows]
-            result[1][rows] = whole_s[1:-1].max(axis=0) - mean_middle_s
+            result[1][rows] = whole_s[inner].max(axis=0) - mean_middle_s
         # all chunks of all stages below each other, (stages x chunks, kinds)
         each = chunks.reshape(-1, len(costs.kinds))
         layers = each.sum(axis=1, keepdims=True)

@@ -191,8 +191,9 @@ def _first_stage(stages, last_stages, usual, last):
     """
     prices = usual.prices
     layers = stages.three[0].layers
-    single = prices.plan.pp == 1
-    split = prices.splits_backward > 0
+    plan = prices.plan
+    single = plan.pp == 1
+    split = plan.defers_weights
     wgrad_s = last.layer.time.weight_s
     # copies are reduced beside what compute waits for, too
     last_backward_s = last_stages.first_backward_s + last_stages.stalls_s
@@ -200,7 +201,8 @@ def _first_stage(stages, last_stages, usual, last):
     return PassesOfStage(
         layers=layers,
         layer=usual.layer.count,
-        embedding_parameters=usual.embedding.count.dense,
+        # of a V it is a stage without an end
+        embedding_parameters=(1 - plan.folds) * usual.embedding.count.dense,
         head_parameters=np.where(single, usual.head.count.dense, 0.0),
         forward_s=stages.first_forward_s,
         backward_s=stages.first_backward_s,
