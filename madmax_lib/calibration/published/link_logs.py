@@ -35,7 +35,6 @@ _DEVICE = re.compile(
     r"Rank\s+(\d+)\s+(?:Group\s+(\d+)\s+)?Pid\s+\d+\s+on\s+(\S+)\s+device\s+(\d+)"
 )
 _NODES = re.compile(r"^\W*(\d+)[- ]nodes?\b", re.IGNORECASE)
-_AVERAGE = re.compile(r"Avg bus bandwidth\s*:\s*([\d.e+]+)")
 # what nccl-tests times, in the order in which texts are searched
 _TESTED = (*TIMED, "reduce")
 _FLOAT8 = re.compile(r"^f(?:p)?8_?(?=e)")  # of nccl-tests, float8_ elsewhere
@@ -72,7 +71,6 @@ class _Run:
     # redop, dtype, size_bytes, seconds, placement, algorithm and bus bandwidth in GB/s,
     # and count, the elements per rank
     rows: list[dict] = field(default_factory=list)
-    average: float | None = None  # bus bandwidth that the log prints at the end
 
 
 def read_link_log(
@@ -106,12 +104,6 @@ def read_link_log(
                 "all_reduce"
             )
         table = pd.DataFrame(run.rows)
-        mean = table["bus"].mean()
-        if run.average and abs(mean - run.average) > _DIGITS + _LOOSE * run.average:
-            notes.append(
-                f"mean bus bandwidth {mean:.4g} GB/s is not the {run.average:g} printed: "
-                "truncated log"
-            )
         table = table.query("size_bytes > 0 and seconds > 0")
         count = ranks or _ranks(run, name, table, path, notes)
         if count == 1:
@@ -219,8 +211,6 @@ def _runs(path, text, notes):
             run.columns = words
         elif placements := tuple(word for word in words if word in _PLACEMENTS):
             run.placements = placements
-        elif average := _AVERAGE.search(line):
-            run.average = float(average[1])
         elif separated := _NODES.match(line):
             run.nodes = int(separated[1])
         elif name := _tested(line):

@@ -100,8 +100,7 @@ def memory(
         raise ValueError(
             f"trainable={short_repr(trainable)} must be a share of the parameters, 0..1"
         )
-    if fused_loss is not None:
-        require_type("fused_loss", fused_loss, bool)
+    require_type("fused_loss", fused_loss, bool | None)
     case = Case(
         model,
         cluster,
