@@ -151,12 +151,20 @@ def test_type_checkers_accept_the_calls_of_the_docs(tmp_path, wrong):
     assert (status, "arg-type" in text) == (int(bool(wrong)), bool(wrong)), text
 
 
-def test_a_build_leaves_the_folder_of_executed_notebooks_alone(monkeypatch):
+def test_a_build_leaves_the_folder_of_executed_notebooks_alone():
     """`madmax run` writes build/NAME.ipynb, `pip install .` all of its own below."""
-    pytest.importorskip("setuptools")  # which brings distutils from Python 3.12 on
-    core = pytest.importorskip("distutils.core")
-    monkeypatch.chdir(PROJECT)
-    build = core.run_setup("setup.py", stop_after="init").get_command_obj("build")
-    build.ensure_finalized()
-    assert build.build_base == "build/package"
-    assert build.build_lib.startswith("build/package/")
+    pytest.importorskip("setuptools")
+    # in a process of its own: setuptools must come before distutils
+    code = """
+import setuptools
+from distutils.core import run_setup
+build = run_setup("setup.py", stop_after="init").get_command_obj("build")
+build.ensure_finalized()
+print(build.build_base, build.build_lib)
+"""
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    done = subprocess.run(
+        command, cwd=PROJECT, capture_output=True, text=True, check=True
+    )
+    base, lib = done.stdout.split()
+    assert base == "build/package" and lib.startswith("build/package/")
