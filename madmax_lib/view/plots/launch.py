@@ -187,10 +187,10 @@ def plot_steps(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     title = "No whole step"
     if len(step_s):
         ends = f"{format_s(step_s.min())} to {format_s(step_s.max())}"
-        left_out = np.count_nonzero(notes)
-        title = (
-            f"A step takes {format_s(step_s.median())} ({ends}), {left_out} left out"
-        )
+        title = f"A step takes {format_s(step_s.median())} ({ends})"
+        # warm-up and cut ones
+        if left_out := np.count_nonzero(notes):
+            title += f"; {left_out} left out"
     ax = bar_chart(
         ax,
         mean.reset_index(),
