@@ -113,7 +113,9 @@ def _parts(recording, about):
         "steps": len(recording.steps),
         "not_counted": _others(recording, counted),
         "step_s": traces.step_s(recording),
-        "share": dict(shares.rename(lambda name: name.removesuffix("_s"))),
+        "share_of_device_time": dict(
+            shares.rename(lambda name: name.removesuffix("_s"))
+        ),
         "work_outside_steps_s": dict(outside_s),
     }
     return Answer(table, about | summary)
@@ -207,7 +209,13 @@ def _compare(options):
     if not options.operations:
         table = traces.compare(a[0], b[0], labels=labels)
     most = operations.head(_MOST_OPERATIONS)[["name", "kind", "difference_s"]]
-    about = {"step_s": {"a": traces.step_s(a[0]), "b": traces.step_s(b[0])}}
+    # of the ranks that both sides have, as the rows are
+    ranks = sorted({*a[0].ranks} & {*b[0].ranks})
+    common = (one.where(one.spans["rank"].isin(ranks)) for one in (a[0], b[0]))
+    about = {
+        "ranks": len(ranks),
+        "step_s": dict(zip("ab", map(traces.step_s, common), strict=True)),
+    }
     return Answer(table, about | {"most": most.to_dict("records")})
 
 
@@ -228,7 +236,7 @@ def _gate(a, b, threshold):
     about["cannot_tell_below"] = dict(unclear["detectable"])
     # all operations changed alike: the machine rather than the program
     if result.host_factor != 1:
-        about["alike"] = result.host_factor
+        about["all_operations"] = result.host_factor
     passed = {"pass": True, "fail": False}.get(result.verdict)
     return Answer(table, about, passed=passed)
 
