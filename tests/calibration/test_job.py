@@ -58,6 +58,17 @@ def test_the_reading_says_why_and_is_a_call():
     assert "Plan.parse('dp2.z3.mb8'), 16, 64, 'fp32', 'workbench')" in repr(job)
 
 
+@pytest.mark.parametrize(("talks", "sure"), [(True, "certain"), (False, "guess")])
+def test_ranks_that_exchange_nothing_may_be_jobs_of_their_own(talks, sure):
+    timeline = recorded("gpt-ddp")
+    spans = timeline.spans
+    is_comm = spans["name"].str.contains("c10d|gloo") | (spans["kind"] == "comm")
+    facts = case_of(timeline.where(talks | ~is_comm)).facts.set_index("field")
+    assert facts.loc[["dp", "zero"], "value"].tolist() == [2, 0]
+    assert set(facts.loc[["dp", "zero"], "sure"]) == {sure}
+    assert ("independent" in facts.at["dp", "evidence"]) != talks
+
+
 # hidden, heads, kv heads, kv heads that attention shows, rank of adapters
 WIDTHS = [
     (128, 8, 2, 8, 0),

@@ -39,15 +39,19 @@ def add_splits(seen: Observed, shapes: Shapes, facts: Facts) -> None:
     if facts.add("cp", shapes.cp, text) > 1:
         facts.add("context", "ulysses", "heads are exchanged for tokens")
     replica = tp * shapes.cp * _pipeline(seen, shapes, facts)
-    dp = facts.add("dp", max(seen.world // replica, 1), f"{replica} ranks of a replica")
+    others = messages[~is_moved] if tp > 1 else messages
+    others = others[others["elements"] > shapes.hidden**2 * _SCALARS]
+    dp = max(seen.world // replica, 1)
+    about = (f"{replica} ranks of a replica",)
+    if dp > 1 and others.empty:
+        about = ("no collective moves gradients: independent processes?", "guess")
+    facts.add("dp", dp, *about)
     if len(seen.grouped) and len(seen.routers):
         experts = int(seen.routers["experts"].max())
         local = int(seen.grouped["experts"].mode()[0])
         facts.add(
             "ep", max(experts // local, 1), f"{local} of {experts} experts on a rank"
         )
-    others = messages[~is_moved] if tp > 1 else messages
-    others = others[others["elements"] > shapes.hidden**2 * _SCALARS]
     if dp * shapes.cp > 1:
         _sharding(seen, others, dp * shapes.cp, facts)
     facts.add("micro_batch", shapes.batch, "samples of attention")
@@ -133,9 +137,10 @@ def _sharding(seen, messages, ranks, facts):
         gradients = sums.get("all_reduce", 0)
         is_passed_on = sums.get("all_gather", 0) > gradients / 2
         is_passed_on |= sums.get("broadcast", 0) > gradients / 10
-        facts.add(
-            "zero", int(is_passed_on), "gradients are summed; 1: weights passed on"
-        )
+        about = ("gradients are summed; 1: weights passed on",)
+        if messages.empty:
+            about = ("no collective moves gradients", "guess")
+        facts.add("zero", int(is_passed_on), *about)
         return
     stage = 2 if is_fsdp else 1
     stage = 3 if gathers > _GATHERED_AGAIN * scatters else stage
