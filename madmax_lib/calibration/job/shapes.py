@@ -53,7 +53,7 @@ def shapes_of(seen: Observed) -> Shapes | None:
     # the last micro-batch may be short
     full = attention[attention["batch"] == attention["batch"].max()]
     names = ["batch", "heads", "kv_heads", "tokens", "head_dim"]
-    core = dict(zip(names, map(int, full[names].mode().iloc[0]), strict=True))
+    core = full[names].mode().iloc[0].astype(int).to_dict()
     flops = table["m"] * table["k"] * table["n"]
     rows = int(flops.groupby(table["m"]).sum().idxmax())
     rank = attention["rank"].value_counts().idxmax()

@@ -42,17 +42,17 @@ def add_splits(seen: Observed, shapes: Shapes, facts: Facts) -> None:
     others = messages[~is_moved] if tp > 1 else messages
     others = others[others["elements"] > shapes.hidden**2 * _SCALARS]
     dp = max(seen.world // replica, 1)
-    about = (f"{replica} ranks of a replica",)
+    facts.add("dp", dp, f"{replica} ranks of a replica")
     if dp > 1 and others.empty:
-        about = ("no collective moves gradients: independent processes?", "guess")
-    facts.add("dp", dp, *about)
+        text = "no collective moves gradients: independent processes?"
+        facts.add("dp", dp, text, "guess")
     if len(seen.grouped) and len(seen.routers):
         experts = int(seen.routers["experts"].max())
         local = int(seen.grouped["experts"].mode()[0])
         facts.add(
             "ep", max(experts // local, 1), f"{local} of {experts} experts on a rank"
         )
-    if dp * shapes.cp > 1:
+    if dp * shapes.cp > 1 and len(others):
         _sharding(seen, others, dp * shapes.cp, facts)
     facts.add("micro_batch", shapes.batch, "samples of attention")
     facts.add("recompute", shapes.recompute, _RECOMPUTED[shapes.recompute])
@@ -137,10 +137,9 @@ def _sharding(seen, messages, ranks, facts):
         gradients = sums.get("all_reduce", 0)
         is_passed_on = sums.get("all_gather", 0) > gradients / 2
         is_passed_on |= sums.get("broadcast", 0) > gradients / 10
-        about = ("gradients are summed; 1: weights passed on",)
-        if messages.empty:
-            about = ("no collective moves gradients", "guess")
-        facts.add("zero", int(is_passed_on), *about)
+        facts.add(
+            "zero", int(is_passed_on), "gradients are summed; 1: weights passed on"
+        )
         return
     stage = 2 if is_fsdp else 1
     stage = 3 if gathers > _GATHERED_AGAIN * scatters else stage
