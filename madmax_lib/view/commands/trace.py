@@ -27,6 +27,7 @@ _MOST_OPERATIONS = 3  # that differ most
 _LEAST_STEPS = 12  # of a log, below which nobody can tell who is late
 _LOOK_S = 0.2  # for ranks whose trace is not there yet, a minute long
 _LOOKS = 300
+_MOST_UNEXPLAINED = 0.2  # of the step: a replay that leaves more tells no slowdown
 _LEAST_COST = 0.01  # of the step: stragglers that cost less say nothing
 
 
@@ -298,12 +299,14 @@ def _stragglers(options):
     about["replayed_s"] = replay.T_replay
     about["measured_over_replayed"] = replay.replay_gap
     # the replay has no launch gaps: where these rule, it says nothing
+    missing = 1 - 1 / replay.replay_gap
+    is_told = missing < _MOST_UNEXPLAINED
     if replay.gaps_rule:
+        note = f"the replay leaves {missing:.0%} of the step to launch gaps and idling"
+        note += "" if is_told else ": use cost_s, not a slowdown"
+        about["note"] = "; ".join(filter(None, [about.get("note"), note]))
+    if not is_told:
         about["slowdown"] = None
-        about["note"] = (
-            "the replay does not explain most of this step (launch gaps, work of other "
-            "steps), so use cost_s, not a slowdown"
-        )
         return Answer(table, about, findings=late)
     about |= {"slowdown": replay.S, "without_s": replay.T_ideal}
     # a repair of nothing has no share
