@@ -26,7 +26,7 @@ from madmax_lib.traces.waits.launch import device_work
 from madmax_lib.traces.waits.step_times import steady_state, step_s
 
 COLUMNS = ["cause", "where", "gain_s", "share", "evidence", "remedy"]
-_WORTH_SHARE = 0.001  # of the time on the device; less is not worth a line
+_WORTH_SHARE = 0.001  # of the step; less is not worth a line
 # of the best bus bandwidth of the same group: below, a call is ruled by its latency
 _SLOW = 0.5
 

@@ -142,7 +142,8 @@ def gate(
     """
     if not 0 < require_number("threshold", threshold) < 1:
         raise ValueError(
-            f"threshold={threshold!r} is not a share above 0, such as 0.03 for 3 %"
+            f"threshold={threshold!r} is not a share above 0 and below 1, such as 0.03 for "
+            "3 %"
         )
     sides = []
     for name, side in (("a", a), ("b", b)):

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import math
+import shutil
 
 import numpy as np
 import pandas as pd
@@ -409,6 +410,20 @@ def test_a_name_is_one_number_in_all_commands(name, capsys, monkeypatch, tmp_pat
     assert gated["step_s"] == pytest.approx(step_s, rel=1e-4)
     for quantity in ("total_s", "compute_s", "exposed_comm_s", "idle_s"):
         assert compared[quantity] == pytest.approx(means[quantity], rel=1e-4)
+
+
+def test_a_comparison_is_of_the_ranks_that_both_sides_have(tmp_path, capsys):
+    whole = dataset("dlrm-8xv100")
+    few = [whole / f"rank{rank}.json.gz" for rank in (0, 2, 5)]
+    for path in few:
+        shutil.copy(path, tmp_path)
+    words = ("compare", str(tmp_path), str(whole), "--json")
+    summary = json.loads(answered(capsys, *words)[1])["summary"]
+    assert summary["ranks"] == 3
+    assert summary["step_s"]["a"] == summary["step_s"]["b"]
+    alone_s = mm.traces.step_s(mm.read_trace(few))
+    assert summary["step_s"]["a"] == pytest.approx(alone_s, rel=1e-5)
+    assert alone_s != pytest.approx(mm.traces.step_s(mm.read_trace(whole)), rel=0.05)
 
 
 def test_a_search_writes_the_configuration_of_its_best_plan(tmp_path, capsys):

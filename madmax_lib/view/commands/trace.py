@@ -129,7 +129,7 @@ def _share(text):
     except ValueError:
         share = math.nan
     # 3 for 3%, a forgotten %, would let everything pass
-    if not 0 < share < (10 if is_percent else 1):
+    if not 0 < share < 1:
         raise ArgumentTypeError(f"{text!r} is not a share such as 3% or 0.03")
     return share
 
