@@ -11,9 +11,9 @@ import math
 import numpy as np
 import pandas as pd
 
-from madmax_lib.base.fields import require_type
-from madmax_lib.base.intervals import (
+from madmax_lib.base import (
     EMPTY,
+    NS_PER_S,
     covered_before,
     intersection,
     pack,
@@ -21,7 +21,7 @@ from madmax_lib.base.intervals import (
     total,
     union,
 )
-from madmax_lib.base.units import NS_PER_S
+from madmax_lib.base.fields import require_type
 from madmax_lib.timeline.kinds import collectives_of
 from madmax_lib.timeline.timeline import (
     BUSY_KINDS,

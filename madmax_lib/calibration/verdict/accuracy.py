@@ -45,7 +45,11 @@ def errors(table: pd.DataFrame, by: str | list[str]) -> pd.DataFrame:
     """
     absolute = np.abs(np.expm1(-table["log_error"].astype(float)))
     groups = table.assign(absolute=absolute).groupby(by)
-    result = groups["absolute"].agg(rows="size", mape="mean", median="median")
+    result = groups["absolute"].agg(
+        rows="size",
+        mape="mean",
+        median="median",
+    )
     # the sign of the error, which the absolute ones hide
     result.insert(1, "bias", groups["log_error"].median())
     result.attrs.update(table.attrs)
@@ -74,7 +78,8 @@ def coverage(
     sizes_of, a function of these rows and the source. Columns inside and half_width (of
     the interval over the prediction).
     """
-    reference = table if reference is None else reference
+    if reference is None:
+        reference = table
     width = np.zeros(len(table))
     for source in pd.unique(table["repository"]):
         out = (table["repository"] == source).to_numpy()
