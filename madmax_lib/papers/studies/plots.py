@@ -45,28 +45,6 @@ _PHASES = {
 }
 
 
-def plot_memory_rows(table: pd.DataFrame) -> Axes:
-    """Peak memory of each row, measured (filled) and predicted (hatched)."""
-    within = (table["error"].abs() <= 0.1).sum()
-    title = f"{within} of {len(table)} rows within 10% of what the study measured"
-    ax = new_axes(height=1.2 + 0.5 * len(table))
-    errors = table["error"].map("{:+.1%}".format)
-    look = {"fill": "memory"}
-    bars(ax, table["measured_gib"], slot=(0, 2), **look)
-    look["source"] = "simulated"
-    bars(ax, table["predicted_gib"], slot=(1, 2), notes=errors, **look)
-    key = [
-        patch_key("measured", "memory"),
-        patch_key("predicted", "memory", "simulated"),
-    ]
-    x = "peak memory allocated on a GPU [GiB]"
-    # configuration and batch
-    names = table["config"].str.upper().str.replace("ZERO", "ZeRO-")
-    names = names.str.replace("+CUDA_FUSED", " fused")
-    rows = list(names + ", batch " + table["batch_per_gpu"].astype(str))
-    return finish(ax, table, title, x=x, rows=rows, key=key)
-
-
 def plot_steps(log: pd.DataFrame, *, last: int, simulated_s: float) -> Axes:
     """Seconds of the logged steps by phase, means of 16; steps 2..last are the fit's,
     simulated_s its step.

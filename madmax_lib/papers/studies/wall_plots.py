@@ -25,12 +25,6 @@ from madmax_lib.view.drawing import (
 )
 
 _MARKERS = "os^Dv<>P"  # by method, or by way to update
-_EXPOSED = {  # columns of `OffloadTimes`
-    "passes_s": "passes wait for weights",
-    "drain_s": "gradients drain",
-    "update_s": "update on the device",
-    "host_s": "host takes longer",
-}
 
 
 def plot_methods(table: pd.DataFrame) -> Axes:
@@ -97,23 +91,6 @@ def plot_limits(table: pd.DataFrame) -> Axes:
         xscale="log",
         xlim=limits,
     )
-
-
-def plot_share(table: pd.DataFrame, best: float) -> Axes:
-    """Exposed seconds by the share of states that leaves the device. table: share and
-    the seconds of `OffloadTimes`.
-    """
-    ax = new_axes(height=3.2)
-    # nothing has no place on a logarithmic axis
-    parts = table.set_index("share")[list(_EXPOSED)].replace(0.0, np.nan)
-    parts = parts.dropna(axis=1, how="all")
-    parts.rename(columns=_EXPOSED).plot(ax=ax, legend=False)
-    ax.axvline(best, **DASHED, label="best that fits")
-    title = f"Fastest that fits: {best:.0%} of the states leave the device"
-    x = "share of the states that leaves the device"
-    y = "simulated time beyond the passes [s]"
-    axes = {"x": x, "y": y, "yscale": "log", "xlim": (0, 1)}
-    return finish(ax, table, title, **axes, where="beside")
 
 
 def plot_adam(table: pd.DataFrame) -> Axes:

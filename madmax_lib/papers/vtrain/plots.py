@@ -8,9 +8,7 @@ from madmax_lib.view.drawing import (
     PAPER,
     SERIES,
     finish,
-    lines,
     log_axis,
-    mark_key,
     new_axes,
     note,
     published,
@@ -100,26 +98,3 @@ def plot_compute_optimal(
         "FLOP/s promise"
     )
     return finish(ax, table, title, **axes, where="upper left")
-
-
-def plot_layouts(table: pd.DataFrame) -> Axes:
-    """Step time over depth for each layout (tp, dp, pp), seed 000's quoted times
-    beside; table: of `layouts`.
-    """
-    ax = new_axes(height=4.0)
-    # slowest first, as the lines end
-    slowest = table.sort_values("step_s", ascending=False)["layout"].unique()
-    colors = dict(zip(slowest, SERIES, strict=False))
-    rows = table.set_index("layout").loc[slowest].reset_index()
-    look = {"hue": "layout", "palette": colors, "marker": "o"}
-    lines(ax, rows.sort_values("layers", kind="stable"), "layers", "step_s", **look)
-    for layout, part in rows.groupby("layout"):
-        published(ax, part["layers"], part["published_s"], mec=colors[layout], ms=7)
-    title = (
-        "Hidden 8,192 on 2,048 A100: seed 000's (4, 128, 4) is faster than the "
-        "devices can be"
-    )
-    axes = {"x": "layers", "y": "simulated step [s]", "ylim": (0, None)}
-    axes["xticks"] = sorted(table["layers"].unique())
-    key = [*ax.get_legend_handles_labels()[0], mark_key("seed 000")]
-    return finish(ax, table, title, **axes, key=key, where="beside")
