@@ -1,14 +1,12 @@
-"""Pictures of vTrain's tables and case studies; published numbers are hollow diamonds."""
+"""Picture of vTrain's design space; the published number is a hollow diamond."""
 
 import pandas as pd
 from matplotlib.axes import Axes
 
 from madmax_lib.view.drawing import (
-    DASHED,
     PAPER,
     SERIES,
     finish,
-    log_axis,
     new_axes,
     note,
     published,
@@ -61,40 +59,3 @@ def plot_space(space: pd.DataFrame, quoted: float) -> Axes:
         f"published {quoted:.0%}"
     )
     return finish(ax, space, title, **axes, where="upper right", columns=2)
-
-
-def plot_compute_optimal(
-    table: pd.DataFrame, quoted: pd.DataFrame, budget_days: float
-) -> Axes:
-    """Days that compute-optimal models take, over their size, beside the budget.
-
-    table: of `compute_optimal`. quoted: parameters, days of published models.
-    """
-    ax = new_axes(height=3.6)
-    feasible = table["feasible"]
-    ax.plot(table["parameters"] / 1e9, table["days"], "o-", color=SERIES[0], lw=0.8)
-    ax.axhline(budget_days, **DASHED)
-    published(
-        ax,
-        quoted["parameters"] / 1e9,
-        quoted["days"],
-        label="published (at most, for the smaller one)",
-    )
-    # rows are sorted by size
-    largest = table[feasible].iloc[-1]
-    naive = table[table["naive"]].iloc[-1]
-    for row, text in (
-        (largest, "largest within the budget"),
-        (naive, "at full utilisation"),
-    ):
-        size = row["parameters"] / 1e9
-        note(ax, size, row["days"], f"{size:.2f} B, {text}", dx=10, dy=-8)
-    for which, values in (("x", table["parameters"] / 1e9), ("y", table["days"])):
-        log_axis(ax, which, values.min(), values.max(), "{:g}".format)
-    axes = {"x": "parameters [B], 20 tokens for each", "y": "days on 3,360 A100"}
-    share = largest["parameters"] / naive["parameters"]
-    title = (
-        f"In {budget_days:g} days one trains {share:.0%} of the size that peak "
-        "FLOP/s promise"
-    )
-    return finish(ax, table, title, **axes, where="upper left")
