@@ -48,7 +48,4 @@ from madmax_lib.calibration.verdict.expect import (
     expect as expect,
     verdicts as verdicts,
 )
-from madmax_lib.calibration.verdict.overlap import (
-    overlap_errors as overlap_errors,
-    overlap_facts as overlap_facts,
-)
+from madmax_lib.calibration.verdict.overlap import overlap_facts as overlap_facts

@@ -15,7 +15,6 @@ from madmax_lib.simulator.memory.snapshot import export_snapshot as export_snaps
 from madmax_lib.simulator.offload.fits import (
     fits as fits,
     largest_model as largest_model,
-    moments as moments,
 )
 from madmax_lib.simulator.offload.placement import (
     METHODS as METHODS,

@@ -178,7 +178,6 @@ CALLS = cells(
     Parameters(constants={"x": X}) | "1" | constant 'x'
     mm.largest_model(CLUSTER, X) | "x"; [] | method=
     usable_bytes(X) | "h100" | device='h100' must be a Device
-    mm.simulator.moments(MODEL, CLUSTER, X, **BATCH) | "dp8" | moments needs an offloaded step
     variants(MODEL, CLUSTER, X, **BATCH) | None | plans=None
     mm.planner.training(X, 1e9, CLUSTER) | 3 | table=3
     mm.planner.training(X, 1e9, CLUSTER) | TABLE | table of plans

@@ -41,28 +41,6 @@ def overlap_facts() -> pd.DataFrame:
     return with_origin(result, {"files": files, "rules": "not fitted"})
 
 
-def overlap_errors(facts: pd.DataFrame) -> pd.DataFrame:
-    """By what was measured: facts, configurations, mean absolute error, bias, and the
-    error of the best constant guess.
-
-    Facts of one configuration, such as those of two ranks, are not independent.
-    """
-    median = facts.groupby("what")["measured"].transform("median")
-    away = (facts["measured"] - median).abs()
-    # ratios err in proportion, shares in points
-    away = away.where(facts["what"] != "speed_ratio", away / facts["measured"])
-    groups = facts.assign(error_size=facts["error"].abs(), away=away).groupby("what")
-    return pd.DataFrame(
-        {
-            "facts": groups.size(),
-            "configurations": groups["run"].nunique(),
-            "error": groups["error_size"].mean(),
-            "bias": groups["error"].mean(),
-            "constant": groups["away"].mean(),
-        }
-    )
-
-
 def _row(raw):
     case = _case(raw, raw["plan"])
     measured = number_of(raw, "measured")

@@ -15,7 +15,6 @@ from madmax_lib.view.drawing import (
     bars,
     faded,
     finish,
-    grid,
     line_key,
     lines,
     mark_key,
@@ -206,26 +205,6 @@ def plot_strategies(table: pd.DataFrame, *, title: str) -> Axes:
     look = {"loc": "outside lower center", "frameon": False, "fontsize": 8}
     axes[0].figure.legend(handles=key, ncols=3, **look)
     return axes[0]
-
-
-def plot_classes(table: pd.DataFrame) -> Axes:
-    """Gain over FSDP for each pair of strategies of two layer classes; what does not
-    fit is grey, with its bytes.
-    """
-    ax = new_axes(height=3.2, width=5.6)
-    needed = "\n" + table["memory_needed_gb"].map(_memory)
-    text = table["gain"].map("{:.2f}x".format) + needed.where(~table["fits"], "")
-    # a cell per pair; NaN cells stay grey
-    cells = table.assign(text=text, gain=table["gain"].where(table["fits"]))
-    order = list(dict.fromkeys(table["mlp"]))
-    cells = cells.pivot(index="mlp", columns="transformer").loc[order]
-    values = cells["gain"][order].rename(index=_label, columns=_label)
-    texts = cells["text"][order].rename(index=_label, columns=_label)
-    grid(ax, values, texts=texts, limits=(0.5, None))
-    most = table[table["fits"]].nlargest(1, "gain").iloc[0]
-    split = f"MLP {_label(most['mlp'])}, transformer {_label(most['transformer'])}"
-    title = f"{split}: {most['gain']:.2f}x FSDP (trend only)"
-    return finish(ax, table, title, x="transformer blocks", y="MLPs")
 
 
 def plot_context(table: pd.DataFrame) -> Axes:

@@ -1,4 +1,4 @@
-"""Pictures of a MAD-Max step and of its model beside measurements: figures 7 to 9."""
+"""Pictures of a MAD-Max step and of its model beside measurements: figures 7 and 9."""
 
 from collections.abc import Mapping
 
@@ -8,7 +8,6 @@ from matplotlib.axes import Axes
 from madmax_lib.timeline import Timeline
 from madmax_lib.view.drawing import (
     DARK,
-    PLAIN,
     THEIRS,
     bars,
     fill_of,
@@ -16,7 +15,6 @@ from madmax_lib.view.drawing import (
     new_axes,
     note,
     panels,
-    patch_key,
 )
 
 _REDUCE = "#b8561a"  # darker than other communication, which it stands beside
@@ -73,47 +71,6 @@ def plot_validation(table: pd.DataFrame) -> Axes:
     x = "time of one step [ms]"
     reach = 1.5 * table["value_ms"].max()
     return finish(ax, table, title, x=x, rows=rows, reach=reach)
-
-
-def plot_vit(table: pd.DataFrame) -> Axes:
-    """Figure 8: MFU of ViT training measured, predicted by the paper, and ours.
-
-    table: of `vit_mfu`, with ours for constant and fitted utilisation.
-    """
-    ax = new_axes(height=0.9 + 0.42 * len(table))
-    fills = {
-        "measured": fill_of(DARK),
-        "paper": THEIRS,
-        "fitted": fill_of(PLAIN, "simulated"),
-    }
-    errors = {}
-    worst = {}
-    for slot, (who, fill) in enumerate(fills.items()):
-        texts = None
-        if who != "measured":
-            error = table[f"{who}_error"]
-            errors[who] = error.abs().mean()
-            worst[who] = error.abs().max()
-            texts = error.map("{:+.0%}".format)
-        bars(ax, table[who] * 100, fill=fill, slot=(slot, 3), notes=texts)
-    names = {
-        "measured": "measured",
-        "paper": "paper's prediction",
-        "fitted": "ours, fitted to the other runs",
-    }
-    key = [patch_key(name, fills[who]) for who, name in names.items()]
-    rows = [
-        f"{row.model}, {row.gpus} GPUs, batch {row.global_batch}"
-        for row in table.itertuples()
-    ]
-    title = (
-        f"ViT: ours misses the measured MFU by {errors['fitted']:.0%} on average, "
-        f"{worst['fitted']:.0%} at worst;\nthe paper by {errors['paper']:.0%}, "
-        f"{worst['paper']:.0%} at worst"
-    )
-    x = "MFU [% of 312 TFLOP/s]"
-    reach = 120 * table[list(fills)].max(axis=None)
-    return finish(ax, table, title, x=x, rows=rows, reach=reach, key=key, columns=2)
 
 
 def plot_prefetch(

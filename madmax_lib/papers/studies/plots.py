@@ -1,6 +1,5 @@
-"""Pictures of two public studies beside our numbers: `hybrid` and `vit_study`."""
+"""Pictures of a public study beside our numbers: `vit_study`."""
 
-import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
@@ -10,22 +9,15 @@ from madmax_lib.view.drawing import (
     GIB,
     OTHER,
     PAPER,
-    SERIES,
     areas,
     bars,
     finish,
-    line_key,
-    lines,
-    mark_key,
     new_axes,
     note,
-    patch_key,
-    published,
 )
 
 _BIN = 16  # logged steps per point of a curve
 _STRATEGIES = {"ddp": "DDP", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "zeropp": "ZeRO++"}
-_LINES = dict(zip(("zero2", "zero3", "zeropp"), SERIES, strict=False))
 # components that have a colour of their own; the rest is "other"
 _PARTS = (
     "weights",
@@ -43,28 +35,6 @@ _PHASES = {
     "update": "other",
     "all_gather": "comm",
 }
-
-
-def plot_memory_rows(table: pd.DataFrame) -> Axes:
-    """Peak memory of each row, measured (filled) and predicted (hatched)."""
-    within = (table["error"].abs() <= 0.1).sum()
-    title = f"{within} of {len(table)} rows within 10% of what the study measured"
-    ax = new_axes(height=1.2 + 0.5 * len(table))
-    errors = table["error"].map("{:+.1%}".format)
-    look = {"fill": "memory"}
-    bars(ax, table["measured_gib"], slot=(0, 2), **look)
-    look["source"] = "simulated"
-    bars(ax, table["predicted_gib"], slot=(1, 2), notes=errors, **look)
-    key = [
-        patch_key("measured", "memory"),
-        patch_key("predicted", "memory", "simulated"),
-    ]
-    x = "peak memory allocated on a GPU [GiB]"
-    # configuration and batch
-    names = table["config"].str.upper().str.replace("ZERO", "ZeRO-")
-    names = names.str.replace("+CUDA_FUSED", " fused")
-    rows = list(names + ", batch " + table["batch_per_gpu"].astype(str))
-    return finish(ax, table, title, x=x, rows=rows, key=key)
 
 
 def plot_steps(log: pd.DataFrame, *, last: int, simulated_s: float) -> Axes:
@@ -111,31 +81,6 @@ def plot_steps(log: pd.DataFrame, *, last: int, simulated_s: float) -> Axes:
     )
 
 
-def plot_overlap(simulated: pd.DataFrame, measured: pd.DataFrame) -> Axes:
-    """Share of communication under compute: simulated cases as bars, traced ranks as
-    hollow marks.
-    """
-    ax = new_axes(height=3.0)
-    bars(ax, 100 * simulated["overlap"], fill="hidden", source="simulated")
-    for row, case in enumerate(simulated.itertuples()):
-        # ZeRO-2 was run with one reduction at the end, its other cases are predictions
-        was_run = case.strategy != "zero2" or case.case.startswith("one")
-        same = measured["strategy"] == case.strategy
-        traced = 100 * measured.loc[same & was_run, "overlap"]
-        published(ax, traced, [row] * len(traced))
-        note(ax, 100 * case.overlap, row, f"{case.overlap:.0%}", dx=8)
-    rows = [
-        f"{_STRATEGIES[case.strategy]}, {case.case}" for case in simulated.itertuples()
-    ]
-    key = [
-        patch_key("simulated", "hidden", "simulated"),
-        mark_key("traced, each rank"),
-    ]
-    title = "ZeRO-2 hid nothing; sharding layer by layer hides most of it"
-    x = "communication hidden under compute [%]"
-    return finish(ax, simulated, title, x=x, rows=rows, reach=112, key=key)
-
-
 def plot_memory_parts(table: pd.DataFrame) -> Axes:
     """Bytes on a GPU by strategy at its fullest moment, with the usable memory."""
     ax = new_axes(height=3.0)
@@ -162,31 +107,6 @@ def plot_memory_parts(table: pd.DataFrame) -> Axes:
     finish(ax, table, title, x=x, rows=rows, reach=20, key=fills, columns=4)
     ax.set_ylim(top=-0.8)  # room above the first bar for the note
     return ax
-
-
-def plot_scaling(table: pd.DataFrame) -> Axes:
-    """Predicted throughput against the number of GPUs: one host solid, nodes dashed."""
-    ax = new_axes(height=3.4, width=6.0)
-    look = {"hue": "strategy", "style": "place", "palette": _LINES, "marker": "o"}
-    lines(ax, table, "gpus", "samples_per_s", **look)
-    gpus = np.unique(table["gpus"])
-    ax.grid(True, axis="both")
-    key = [line_key(_STRATEGIES[name], color) for name, color in _LINES.items()]
-    key += [
-        line_key("one host", PAPER),
-        line_key("nodes of two, 10 Gb/s", PAPER, ls="--"),
-    ]
-    on_host = table[(table["gpus"] == gpus[-1]) & (table["place"] == "one host")]
-    rate = on_host.set_index("strategy")["samples_per_s"]
-    title = (
-        f"On {gpus[-1]} GPUs ZeRO-3 is {rate['zero3'] / rate['zero2']:.1f}x as fast as "
-        "ZeRO-2, which reduces\nall gradients after the backward pass, under no compute"
-    )
-    limits = {"xticks": gpus, "xlim": (0.8 * gpus[0], 1.35 * gpus[-1])}
-    y = "simulated throughput [samples/s]"
-    return finish(
-        ax, table, title, x="GPUs", y=y, key=key, where="upper left", **limits
-    )
 
 
 def _fullest(rows):

@@ -1,8 +1,5 @@
-"""Pictures of the memory wall: methods beside each other, largest models, energy, the
-update on a CPU.
-
-All of it is simulated but for `plot_adam`, which shows what was measured beside what
-the simulator takes.
+"""Pictures of the memory wall: methods beside each other, simulated, and the update on
+a CPU, measured.
 """
 
 import numpy as np
@@ -11,26 +8,16 @@ from matplotlib.axes import Axes
 
 from madmax_lib.simulator.offload.placement import ADAM_BYTES
 from madmax_lib.view.drawing import (
-    COLORS,
     DASHED,
     SERIES,
     finish,
     lines,
     log_axis,
-    mark_key,
     new_axes,
-    note,
     plural,
-    published,
 )
 
 _MARKERS = "os^Dv<>P"  # by method, or by way to update
-_EXPOSED = {  # columns of `OffloadTimes`
-    "passes_s": "passes wait for weights",
-    "drain_s": "gradients drain",
-    "update_s": "update on the device",
-    "host_s": "host takes longer",
-}
 
 
 def plot_methods(table: pd.DataFrame) -> Axes:
@@ -61,59 +48,6 @@ def plot_methods(table: pd.DataFrame) -> Axes:
     y = "simulated throughput [tokens/s]"
     limits = 0.9 * billions.min(), 1.1 * billions.max()
     return finish(ax, table, title, x=x, y=y, where="beside", xlim=limits)
-
-
-def plot_limits(table: pd.DataFrame) -> Axes:
-    """Largest models: published beside ours. table: of `memory_wall.limits_table`."""
-    ax = new_axes(height=1.2 + 0.42 * len(table))
-    y = range(len(table))
-    grey = COLORS["idle"]
-    # a bar joins both marks, to show which is the larger
-    ax.hlines(y, table["published"], table["ours"], color=grey, lw=2, zorder=1)
-    ax.plot(table["ours"], y, "o", ms=6, color=COLORS["memory"])
-    published(ax, table["published"], y)
-    for number, row in enumerate(table.itertuples()):
-        end = max(row.published, row.ours)
-        note(ax, end, number, f"{row.ratio:.2f}x, {row.bound} full", dx=6)
-    title = (
-        f"Our limits are {table['ratio'].median():.2f}x of the published sizes "
-        "in the median"
-    )
-    rows = [f"{row.system}\n{row.machine}" for row in table.itertuples()]
-    key = [
-        mark_key("published"),
-        mark_key("simulated limit", "o", COLORS["memory"], hollow=False),
-    ]
-    x = "largest model [billion parameters]"
-    limits = (0.7 * table["published"].min(), 3 * table["ours"].max())
-    return finish(
-        ax,
-        table,
-        title,
-        x=x,
-        rows=rows,
-        key=key,
-        where="upper right",
-        xscale="log",
-        xlim=limits,
-    )
-
-
-def plot_share(table: pd.DataFrame, best: float) -> Axes:
-    """Exposed seconds by the share of states that leaves the device. table: share and
-    the seconds of `OffloadTimes`.
-    """
-    ax = new_axes(height=3.2)
-    # nothing has no place on a logarithmic axis
-    parts = table.set_index("share")[list(_EXPOSED)].replace(0.0, np.nan)
-    parts = parts.dropna(axis=1, how="all")
-    parts.rename(columns=_EXPOSED).plot(ax=ax, legend=False)
-    ax.axvline(best, **DASHED, label="best that fits")
-    title = f"Fastest that fits: {best:.0%} of the states leave the device"
-    x = "share of the states that leaves the device"
-    y = "simulated time beyond the passes [s]"
-    axes = {"x": x, "y": y, "yscale": "log", "xlim": (0, 1)}
-    return finish(ax, table, title, **axes, where="beside")
 
 
 def plot_adam(table: pd.DataFrame) -> Axes:

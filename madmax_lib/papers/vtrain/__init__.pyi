@@ -1,6 +1,5 @@
 from madmax_lib.papers.vtrain import (
     formulas as formulas,
-    plots as plots,
     studies as studies,
 )
 from madmax_lib.papers.vtrain.config import (

@@ -1,17 +1,12 @@
-"""Does a training step fit, where does what lie, moment by moment of it too, and how
-large may a model be?
+"""Does a training step fit, where does what lie, and how large may a model be?
 
 With offload, a share of the states leaves the device: enough that the device holds the
 rest, and no more than host and drives take. Without, everything is on the device, as
-`memory` counts it. PatrickStar and Gemini record in a warm-up step how much the device
-holds beside the model at each moment, and then keep as many chunks there as the rest
-takes; a static split keeps the room of the fullest moment free all the time. The
-largest model is searched among GPT-2-like shapes, wider and deeper, until a step does
-not fit.
+`memory` counts it. The largest model is searched among GPT-2-like shapes, wider and
+deeper, until a step does not fit.
 """
 
 from bisect import bisect_left
-from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,7 +21,6 @@ from madmax_lib.plan import Case, Plan
 from madmax_lib.plan.rules import enforce, rules_of
 from madmax_lib.simulator.memory.memory import (
     bytes_by_component,
-    held_layers,
     memory,
     peak_bytes,
     usable_bytes,
@@ -38,7 +32,6 @@ from madmax_lib.simulator.offload.placement import (
     Policy,
     as_table,
     bytes_by_place,
-    device_peak,
     host_of,
     peaks_by_place,
     policy_of,
@@ -78,8 +71,6 @@ _VOCAB = 50257
 # layers at least, and at most per unit of width
 _FLATTEST = 16
 _DEEPEST = 1 / 24
-_MODEL = ("weights", "gradients", "optimizer", "chunk tails")
-_PASS = ("buckets", "gathered weights", "checkpoints on their way")
 
 
 @dataclass(frozen=True, repr=False)
@@ -228,80 +219,6 @@ def room_bytes(cluster: Cluster, plan: Plan) -> dict[str, float]:
         "host": (1 - _HOST_RESERVED) * host.memory_bytes,
         "nvme": host.nvme_bytes,
     }
-
-
-def moments(
-    model: Model | str,
-    cluster: Cluster | str,
-    plan: Plan | str,
-    *,
-    global_batch: int,
-    sequence: int | None = None,
-    dtype: str = "bf16",
-    policy: Policy | None = None,
-) -> pd.DataFrame:
-    """One micro-batch and the update of the fullest stage: a row per layer and pass, of
-    a device and its node's host.
-
-    phase (start, forward, loss, backward, update), layer, other_bytes (all on the
-    device but the model's states), model_bytes, device_bytes (their sum), host_bytes,
-    room_bytes (of the device), host_room_bytes. Chunks whose share is not given are
-    placed dynamically: what the device has room for at a moment lies there. plan: with
-    offload. Raises ValueError as `fits`, and for a plan without offload.
-    """
-    case = Case.of_step(model, cluster, Plan.parse(plan), global_batch, sequence, dtype)
-    plan = case.plan
-    if plan.offload is None:
-        raise ValueError(
-            f"moments needs an offloaded step, but {plan} offloads nothing"
-        )
-    policy = policy_of(policy)
-    case = normalised(case)
-    model = case.model
-    cluster = case.cluster
-    options = {"global_batch": global_batch, "sequence": sequence, "dtype": dtype}
-    share = fits(model, cluster, case.plan, policy=policy, **options).share
-    sizes = bytes_by_place(case, share, policy)
-    stage = int(np.argmax(device_peak(sizes)))
-    parts = pd.Series({key: float(size[..., stage]) for key, size in sizes.items()})
-    device, host = (parts.xs(where, level=1) for where in PLACES[:2])
-    table = _others(device, int(sum(held_layers(model, case.plan).values())[stage]))
-    room = room_bytes(cluster, plan)
-    model_bytes = device[device.index.isin(_MODEL)].sum()
-    # of the model everywhere, and of all that is not on the device
-    whole_bytes = model_bytes + host[host.index.isin(_MODEL)].sum()
-    if plan.offload == "chunks" and policy.share is None:
-        free_bytes = room["device"] - table["other_bytes"]
-        model_bytes = free_bytes.clip(lower=0, upper=whole_bytes)
-    more_bytes = host[~host.index.isin(_MODEL)].sum()
-    away_bytes = more_bytes + whole_bytes - model_bytes
-    return table.assign(
-        model_bytes=model_bytes,
-        host_bytes=cluster.devices_per_node * away_bytes,
-        device_bytes=table["other_bytes"] + model_bytes,
-        room_bytes=room["device"],
-        host_room_bytes=room["host"],
-    )
-
-
-def _others(device, layers):
-    """Bytes of a device beside the model's states: activations grow layer by layer and
-    shrink again.
-    """
-    sizes = Counter(device.to_dict())  # 0 for what there is not
-    always = sizes["context"] + sizes["fragmentation"]
-    passing = always + sum(sizes[name] for name in _PASS)
-    one = sizes["activations"] / layers
-    work = sizes["block at work"] + sizes["gradients on their way"]
-    grown = [(layer, passing + one * (layer + 1)) for layer in range(layers)]
-    rows = [
-        ("start", 0, always),
-        *(("forward", *pair) for pair in grown),
-        ("loss", layers - 1, passing + sizes["activations"] + sizes["logits"]),
-        *(("backward", layer, size + work) for layer, size in reversed(grown)),
-        ("update", 0, always + sizes["optimizer temporaries"]),
-    ]
-    return pd.DataFrame(rows, columns=["phase", "layer", "other_bytes"])
 
 
 class LargestModel(NamedTuple):

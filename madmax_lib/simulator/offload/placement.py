@@ -201,7 +201,7 @@ def bytes_by_place(
         window = (plan.prefetch + 2) * method.weights
         window += _WINDOW * (method.optimizer + method.gradients)
         sizes["staging", "host"] = window * (count.block / plan.sharing)
-    used_bytes = device_peak(sizes) - sizes["context", "device"]
+    used_bytes = _device_peak(sizes) - sizes["context", "device"]
     sizes["fragmentation", "device"] = FRAGMENTATION * used_bytes
     shape = np.broadcast_shapes(share.shape, stages.shape)
     return {key: np.broadcast_to(size, shape) for key, size in sizes.items()}
@@ -265,7 +265,7 @@ def _chunk_waste(model):
     return min(_packed(sizes, chunk) for chunk in _SIZES)
 
 
-def device_peak(sizes: dict[tuple[str, str], np.ndarray]) -> np.ndarray:
+def _device_peak(sizes):
     """Bytes of a device of each stage at its fullest moment."""
     on_device = [
         (name, size) for (name, where), size in sizes.items() if where == "device"
@@ -279,7 +279,7 @@ def peaks_by_place(
     """Bytes of the fullest device, and of host and drives of a node with as many
     `devices` of the fullest stage.
     """
-    peaks = {"device": device_peak(sizes).max(axis=-1)}
+    peaks = {"device": _device_peak(sizes).max(axis=-1)}
     for where in PLACES[1:]:
         away = [size for (_, at), size in sizes.items() if at == where]
         peaks[where] = devices * sum(away, np.zeros(1)).max(axis=-1)
@@ -290,7 +290,7 @@ def as_table(sizes: dict[tuple[str, str], np.ndarray], devices: int) -> pd.DataF
     """component, place, size_bytes: of the fullest device, and of all `devices` of a
     node for host and drives.
     """
-    fullest = int(np.argmax(device_peak(sizes)))
+    fullest = int(np.argmax(_device_peak(sizes)))
     rows = [
         (*key, float(size[..., fullest]) * (1 if key[1] == "device" else devices))
         for key, size in sizes.items()

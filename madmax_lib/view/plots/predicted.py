@@ -1,5 +1,5 @@
 """Pictures of what a predicted step consists of: its seconds by cause, and bytes by
-component, place and moment.
+component and place.
 """
 
 import pandas as pd
@@ -11,11 +11,9 @@ from madmax_lib.simulator.events.engine import Stream
 from madmax_lib.simulator.memory.memory import PHASES
 from madmax_lib.timeline import Timeline
 from madmax_lib.view.drawing import (
-    COMPONENTS,
     DASHED,
     GIB,
     SERIES,
-    areas,
     bar_chart,
     blocks,
     components_key,
@@ -32,7 +30,6 @@ _CAUSES = STEP_PARTS["part"][STEP_PARTS["kind"] == "comm"].to_dict()
 _LEAST_SHARE = 5e-4  # of the step; below, a part has no row
 _MOST_STAGES = 12
 _PLACES = {"device": "one device", "host": "host of a node", "nvme": "drives of a node"}
-_PASSES = ("forward", "backward", "update")
 # of what runs on a stream; others compute
 _KINDS = {"memcpy": "memcpy", "comm": "comm", "cpu": "other"}
 
@@ -163,47 +160,6 @@ def plot_places(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     )
     ax.axvline(1.0, **DASHED)
     return ax
-
-
-def plot_moments(
-    table: pd.DataFrame, holder: str = "device", ax: Axes | None = None
-) -> Axes:
-    """Memory of a device or of its host over the moments of a step. table: of
-    `moments`; holder: device or host.
-    """
-    ax = ax or new_axes(height=2.8)
-    if holder == "device":
-        fills = {
-            "everything but the model": COMPONENTS["activations"],
-            "model states": COMPONENTS["weights"],
-        }
-        columns = ["other_bytes", "model_bytes", "room_bytes"]
-    else:
-        fills = {"model states and checkpoints": COMPONENTS["optimizer"]}
-        columns = ["host_bytes", "host_room_bytes"]
-    memory_gib = table[columns] / GIB
-    room_gib = memory_gib.pop(columns[-1]).iloc[0]
-    parts_gib = memory_gib.set_axis(list(fills), axis=1)
-    # a moment is a layer of a pass: its level holds around its number
-    style = {"source": "simulated", "step": "mid"}
-    top_gib = areas(ax, range(len(table)), parts_gib, fills, **style)
-    ax.axhline(room_gib, **DASHED)
-    phases = [phase for phase in table["phase"].unique() if phase in _PASSES]
-    # the first moment of each pass
-    begins = [(table["phase"] == phase).argmax() for phase in phases]
-    ax.set_xticks(begins, phases, ha="left")
-    key = [patch_key(name, fill) for name, fill in fills.items()]
-    key.append(line_key("room for training", **DASHED))
-    return finish(
-        ax,
-        table,
-        f"The {holder} holds up to {top_gib.max():.0f} of {room_gib:.0f} GiB",
-        x="layer by layer",
-        y="simulated memory [GiB]",
-        xlim=(0, len(table) - 1),
-        ylim=(0, 1.15 * max(room_gib, top_gib.max())),
-        key=key,
-    )
 
 
 def plot_streams(timeline: Timeline, ax: Axes | None = None) -> Axes:
