@@ -19,6 +19,7 @@ from madmax_lib.traces.counters import counters as counters
 from madmax_lib.traces.critical_path import (
     critical_path as critical_path,
     faster_kinds as faster_kinds,
+    launch_gain as launch_gain,
     path_share as path_share,
     what_if as what_if,
 )

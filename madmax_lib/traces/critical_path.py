@@ -23,6 +23,8 @@ from madmax_lib.base import NS_PER_S, format_s, pack, total
 from madmax_lib.timeline import BUSY_KINDS, Timeline, rank_breakdown, with_origin
 from madmax_lib.traces.read.events import TraceWarning
 from madmax_lib.traces.tables import unseen_ranks
+from madmax_lib.traces.waits.idle import launch_bound
+from madmax_lib.traces.waits.launch import launches
 from madmax_lib.traces.waits.links import transfer_times
 from madmax_lib.traces.waits.recurring import (
     Recurring,
@@ -34,6 +36,7 @@ from madmax_lib.traces.waits.recurring import (
 
 PATH_KINDS = ("host", "launch delay", *BUSY_KINDS, "wait")
 _DELAY = {"order": "host", "backward": "host", "launch": "launch delay"}  # others: wait
+_LAUNCH_CALLS = r"^(cuda|cu|hip)\w*(Launch|MemcpyAsync|MemsetAsync)"
 _PATH = ["rank", "stream", "kind", "name", "start_s", "dur_s", "why", "row"]
 _WHAT_IF = [
     "faster",
@@ -220,6 +223,46 @@ def faster_kinds(timeline: Timeline, step: int | None = None) -> pd.DataFrame:
         [{kind: factor} for kind in kinds for factor in (2.0, float("inf"))],
         step,
     )
+
+
+def launch_gain(timeline: Timeline) -> pd.DataFrame:
+    """Gain by a compiler or a CUDA graph: the steps of `what_if`, replayed with
+    cheaper launches.
+
+    scenario: as measured; free launches: they take none of the host's time, but kernels
+    start as long after them as they did; graph of kernels: kernels start at once too;
+    graph of the step: the host's work between launches goes as well, so that the host
+    is always ahead. The last is the most that a graph can gain; that fused kernels also
+    move fewer bytes is not in it. step_s, saved_s, speedup, step. launches, bound_s:
+    kernels launched, and device time that waited for a launch (`launch_bound`), means
+    over the ranks. A host that launches nothing, as on a CPU, has only the first and
+    the last scenario. Raises ValueError for a simulated timeline, whose host is not
+    simulated.
+    """
+    if timeline.meta.source == "simulated":
+        raise ValueError(
+            "a simulated timeline has no host, and so no launches to replay"
+        )
+    calls = launches(timeline)
+    bound = launch_bound(timeline)
+    chosen = _median_of(timeline, recurring_steps(timeline))
+    if chosen is not None:
+        calls, bound = (table[table["step"] == chosen] for table in (calls, bound))
+    scenarios = {"as measured": {"host": 1.0}}
+    if len(calls):
+        scenarios["free launches"] = {_LAUNCH_CALLS: np.inf}
+        scenarios["graph of kernels"] = {_LAUNCH_CALLS: np.inf, "launch delay": np.inf}
+    # A graph leaves the host nothing to do between launches.
+    scenarios["graph of the step"] = {"host": np.inf, "launch delay": np.inf}
+    ranks = max(len(timeline.ranks), 1)
+    table = what_if(timeline, list(scenarios.values())).drop(
+        columns=["faster", "factor"]
+    )
+    table = table.assign(
+        launches=len(calls) / ranks, bound_s=bound["launch_bound_s"].sum() / ranks
+    )
+    table.insert(0, "scenario", list(scenarios))
+    return with_origin(table, timeline)
 
 
 def _median_of(timeline, numbers):

@@ -24,6 +24,7 @@ from madmax_lib.traces.critical_path import (
     PATH_KINDS,
     critical_path,
     faster_kinds,
+    launch_gain,
     path_share,
     what_if,
 )
@@ -230,6 +231,8 @@ def test_simulated_steps(plan):
     end_ns = int((timeline.spans["start_ns"] + timeline.spans["dur_ns"]).max())
     assert path_ns(path) == end_ns == new_ns(timeline, {"compute": 1})
     assert not set(path["kind"]) - {"compute", "comm", "host"}
+    with refused_line("no launches to replay"):
+        launch_gain(timeline)
 
 
 @pytest.mark.parametrize("name", ["gpt-ddp", "gpt-fsdp", "vit-ddp"])
@@ -250,11 +253,11 @@ def test_the_step_that_nobody_names_is_the_median_one_without_warm_up(seed):
     spans = ", ".join(f"mm {sum(lengths[:n])}+{ns}" for n, ns in enumerate(lengths))
     timeline = with_columns(trace(f"7 compute: {spans}"), step=range(len(lengths)))
     median_ns = median_low(lengths[1:])
-    step = lengths.index(median_ns)
+    step, gain = lengths.index(median_ns), launch_gain(timeline)
     assert path_ns(critical_path(timeline)) == median_ns
     step_ns = what_if(timeline, {})["step_s"].item() * 1e9
     assert step_ns == pytest.approx(median(lengths[1:]))
-    assert what_if(timeline, {})["step"].item() == step
+    assert what_if(timeline, {})["step"].item() == gain["step"].iloc[0] == step
     assert what_if(timeline, {}, 0)["step_s"].item() == 400e-9
 
 
@@ -359,18 +362,8 @@ def launched(kernels, call_us, kernel_us, between_us, delay_us=2):
     return make_timeline(rows)
 
 
-CHEAPER = {"host": INF, "launch delay": INF}
-LAUNCHES = {
-    "as measured": {},
-    "free launches": {"LaunchKernel": INF},
-    "graph of kernels": {"LaunchKernel": INF, "launch delay": INF},
-    "graph of the step": CHEAPER,
-}
-
-
 def gains(timeline):
-    table = what_if(timeline, list(LAUNCHES.values()))
-    return table.assign(scenario=list(LAUNCHES))
+    return launch_gain(timeline).set_index("scenario")["step_s"] * 1e6
 
 
 def test_a_launch_bound_step():
@@ -385,18 +378,23 @@ def test_a_launch_bound_step():
         graph of kernels   9*7+3
         graph of the step  10*3
     """
-    table = gains(timeline)
+    table = launch_gain(timeline)
     shows(table, expected)
+    assert (table["launches"] == 10).all()
+    assert table["bound_s"].to_numpy() == pytest.approx(9 * 14e-6)
     assert table["saved_s"].iloc[0] == 0 and (table["speedup"] >= 1).all()
-    busy_s = gains(launched(10, 1, 100, 1))["step_s"]  # gains nothing but the start
-    assert busy_s.iloc[0] - busy_s.iloc[3] == pytest.approx(3e-6)
+    busy = gains(launched(10, 1, 100, 1))  # gains nothing but the start
+    assert busy["as measured"] - busy["graph of the step"] == pytest.approx(1 + 2)
 
 
 @pytest.mark.parametrize("name", ["gpt-ddp", "vit-ddp"])
 def test_shipped_traces(name):
-    """Without the host's work between operators a step cannot be longer."""
-    table = what_if(mm.read_trace(mm.dataset(name)), CHEAPER)
-    assert 1 < table["speedup"].item() < 1.5
+    """No kernel is launched on a CPU; without the host's work between operators a step
+    cannot be longer.
+    """
+    table = launch_gain(mm.read_trace(mm.dataset(name)))
+    assert table["scenario"].tolist() == ["as measured", "graph of the step"]
+    assert (table["launches"] == 0).all() and 1 < table["speedup"].iloc[1] < 1.5
 
 
 # Beside HTA
