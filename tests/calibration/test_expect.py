@@ -9,10 +9,11 @@ import pytest
 
 import madmax_lib as mm
 from madmax_lib.calibration.machine.compared import case_of
-from madmax_lib.calibration.published.rows import model_flops
+from madmax_lib.calibration.published.rows import model_flops, read_rows
 from madmax_lib.calibration.verdict.expect import VERDICTS, expect, verdicts
 from madmax_lib.catalog.datasets import PROJECT
 from madmax_lib.catalog.models import Transformer
+from madmax_lib.catalog.tables import table
 from madmax_lib.plan.case import Case
 from madmax_lib.runs.read import read_run
 from madmax_lib.simulator.rates.parameters import Parameters
@@ -215,6 +216,33 @@ def test_a_trace_of_another_run_is_contradicted_first():
         expect(*run, global_batch=16, dtype="fp16", timeline=unmarked)
     told = expect(*run, global_batch=16, dtype="fp16", timeline=unmarked, step_s=5.0)
     assert told.parts["measured_s"].isna().all() and told.step_s == 5.0
+
+
+def test_the_nearest_published_run_of_a_published_run_is_itself():
+    rows = read_rows(table("published_train").iloc[::60])
+    rows = rows[rows["supported"].astype(bool) & (rows["measured_s"] > 0)]
+    for row in rows.to_dict("records"):
+        case = row["case"]
+        how = {
+            "global_batch": case.global_batch,
+            "sequence": case.sequence,
+            "dtype": case.dtype,
+        }
+        result = expect(
+            case.model,
+            case.cluster,
+            case.plan,
+            **how,
+            software=case.software,
+            step_s=row["measured_s"],
+        )
+        first = result.nearest.iloc[0]
+        assert (
+            first["gpu"] == row["gpu"]
+            and first["n_gpus"] == row["n_gpus"]
+            and first["plan"] == str(case.plan)
+        )
+        assert len(result.nearest) == 3
 
 
 @pytest.mark.parametrize(

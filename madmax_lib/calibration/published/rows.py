@@ -110,7 +110,7 @@ def _warn_of_unknown(table):
     warnings.warn(f"ignored column(s) {', '.join(unknown)}; {words}", stacklevel=3)
 
 
-def _facts_of(case):
+def facts_of(case: Case) -> dict:
     """Kind, software, machine and plan of a case, in columns of `read_rows`."""
     # the first that applies
     kinds = {
@@ -191,7 +191,7 @@ def _read(raw):
         "reason": reason,
         "case": case,
     }
-    return row | _facts_of(case)
+    return row | facts_of(case)
 
 
 def _violation_of(case, devices):

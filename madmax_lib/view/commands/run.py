@@ -10,6 +10,16 @@ from madmax_lib.view.commands.step import inputs, run_of, used
 _MEASURED = ("step_s", "tokens_per_s", "tokens_per_s_per_device", "tflops")
 # fields of an expectation, headline first
 _VERDICT = ("verdict", "step_s", "predicted_s", "low_s", "high_s", "percentile")
+_NEAREST = [
+    "model",
+    "gpu",
+    "n_gpus",
+    "dtype",
+    "plan",
+    "mfu",
+    "over_predicted",
+    "source",
+]
 _ASKED = ("days", "devices", "sure", "plan", "usd_per_hour", "pue")
 # columns of the best plan that make headlines
 _BEST = ("devices", "plan", "stacks", "global_batch", "goodput", "in_time")
@@ -52,6 +62,7 @@ def _expect(options):
     about["software"] = used(run_of(options)["software"], cluster)
     # a list, so that a program need not split the sentence
     about["reason"] = result.reason.split("; ")
+    about["nearest"] = result.nearest[_NEAREST].to_dict("records")
     table = result.explanations
     if timeline is not None:  # then the parts of the step say more
         table = with_origin(result.parts, timeline)
