@@ -18,7 +18,13 @@ import pandas as pd
 from madmax_lib import catalog
 from madmax_lib.base.fields import require_int
 from madmax_lib.plan import Plan, Plans
-from madmax_lib.planner.evaluate import Columns, SearchProblem, launched_by
+from madmax_lib.planner.evaluate import (
+    LAYOUT_KEY,
+    Columns,
+    PartialResult,
+    SearchProblem,
+    launched_by,
+)
 from madmax_lib.planner.hint import hint
 from madmax_lib.planner.space import SEARCHED, fixed_fields, plan_of
 from madmax_lib.simulator.costs.inputs import Steps
@@ -59,8 +65,9 @@ class SearchResult:
     table: the best `top` plans, those of equal time and memory as one, with plan (its
         text), stacks (software that launches it), the fields of Plan, step_s, low_s and
         high_s (90 % interval), launched_s (as the first of stacks, where none was
-        named), memory_bytes (of the fullest device), mfu, tokens_per_s, cost_usd (per
-        step, NaN without a price), energy_j (all devices) and ties (plans as good).
+        named: times and costs then go in its order), memory_bytes (of the fullest
+        device), mfu, tokens_per_s, cost_usd (per step, as launched; NaN without a
+        price), energy_j (all devices) and ties (plans as good).
     pareto: plans that no other one beats in time and memory, same columns.
     different: the best of each way to split the model (tp, cp, pp, ep, ZeRO stage,
         recompute), ten of them: same columns, and probability (of being the fastest of
@@ -135,8 +142,8 @@ class SearchResult:
             return f"{name}: only plans it launches, timed with its overlaps"
         stacks = ", ".join(stack.name for stack in self.problem.stacks)
         return (
-            f"none named: plans that {stacks} can launch, ranked as under tuned "
-            "Megatron-Core; launched_s: under its first stack"
+            f"none named: plans that {stacks} can launch, ranked by launched_s, the step "
+            "under the first stack of each; step_s: under tuned Megatron-Core"
         )
 
     @cached_property
@@ -168,6 +175,8 @@ class SearchResult:
             f"{best.memory_bytes / 1e9:.0f} GB, {best.stacks}",
             f"why: {ten['why'].iloc[0]}; limit: {ten['limit'].iloc[0]}",
         ]
+        if "launched_s" in best:
+            lines[1] += f"; {best.launched_s:.3g} s as the first of these"
         if ten["probability"].notna().all():
             chances = ", ".join(
                 f"{row.plan} {row.probability:.0%}" for row in ten[:3].itertuples()
@@ -240,6 +249,7 @@ def described(problem: SearchProblem, columns: Columns) -> Described:
     left = table.loc[:, :"step_s"]
     if case.software.name == "none":
         left = left.assign(launched_s=_launched_s(case, stacks, problem))
+        table["cost_usd"] *= left["launched_s"] / seconds
     left = left.assign(low_s=seconds / factor, high_s=seconds * factor)
     table = pd.concat([left, table.loc[:, "memory_bytes":]], axis=1)
     device = case.cluster.device
@@ -258,6 +268,19 @@ def described(problem: SearchProblem, columns: Columns) -> Described:
         mfu=flops / seconds / peak_flops, tokens_per_s=tokens / seconds
     )
     return Described(table, steps, times)
+
+
+def in_launched_order(problem: SearchProblem, found: PartialResult) -> PartialResult:
+    """The same plans in order of the time that their first stacks take."""
+    parts = [pd.DataFrame(part) for part in (found.table, found.layouts)]
+    both = pd.concat(parts, ignore_index=True)
+    seconds = described(problem, dict(both)).table["launched_s"]
+    # of plans that take the same, those of the table know their ties
+    both = both.loc[seconds.sort_values(kind="stable").index]
+    table = both.drop_duplicates(["step_s", "memory_bytes"]).head(problem.top)
+    most = len(found.layouts["step_s"])
+    layouts = both.drop_duplicates(list(LAYOUT_KEY)).head(most)
+    return replace(found, table=dict(table), layouts=dict(layouts))
 
 
 def _launched_s(case, stacks, problem):
@@ -327,7 +350,8 @@ def _chances(plans, problem):
     # correlated errors are the root of their covariance times independent ones
     root = np.linalg.cholesky(covariance)
     errors = np.random.default_rng(0).standard_normal((_DRAWS, count)) @ root.T
-    fastest = np.argmin(np.log(plans.times["step_s"]) + errors, axis=1)
+    seconds = plans.table.get("launched_s", plans.times["step_s"])
+    fastest = np.argmin(np.asarray(np.log(seconds)) + errors, axis=1)
     return np.bincount(fastest, minlength=count) / _DRAWS
 
 

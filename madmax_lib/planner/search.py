@@ -16,7 +16,12 @@ from madmax_lib.base.fields import require_int, require_type
 from madmax_lib.catalog import DLRM, Cluster, Model
 from madmax_lib.catalog.software import STACKS, Software
 from madmax_lib.plan import Case, Plan
-from madmax_lib.planner.answer import SearchResult, described, different
+from madmax_lib.planner.answer import (
+    SearchResult,
+    described,
+    different,
+    in_launched_order,
+)
 from madmax_lib.planner.distribute import run_parts
 from madmax_lib.planner.evaluate import SearchProblem
 from madmax_lib.planner.space import Space, legal_degrees
@@ -60,8 +65,8 @@ def search(
     full `Space` if None, `Space.quick()` for what people usually run. software: that
     trains, a name of `data/software.csv` or one of your own; that of the parameters if
     None. Without any, a plan must be launched by one of the `STACKS` whose
-    configuration `plan_flags` writes, and is priced as by tuned Megatron; on TPUs by
-    JAX.
+    configuration `plan_flags` writes; those that are best as under tuned Megatron, and
+    of each layout, are ranked as the first such stack launches them; on TPUs by JAX.
     like: a recipe, that is a Plan, its text, or a configuration of a framework (file,
     text, dictionary, log): the plans that at most three changes of it lead to, whose
     `beats` says which are faster, by how much, how surely and why. The space is then of
@@ -77,7 +82,7 @@ def search(
 
     >>> small = {"dtype": "fp16", "space": Space.quick(), "progress": False}
     >>> found = search("gpt2", "kaggle-2xt4", global_batch=8, top=3, **small)
-    >>> found.best.world_size, len(found.table), found.table["step_s"].is_monotonic_increasing
+    >>> found.best.world_size, len(found.table), found.table["launched_s"].is_monotonic_increasing
     (2, 3, True)
     """
     start_s = time.perf_counter()
@@ -144,6 +149,9 @@ def search(
     rules.append(("must fit in memory", result.evaluated - result.feasible, "plans"))
     table = front = ways = rivals = pd.DataFrame()
     if result.feasible:
+        # energy and memory are of the usual software
+        if case.software.name == "none" and objective in ("time", "cost"):
+            result = in_launched_order(problem, result)
         table = described(problem, result.table).table
         front = described(problem, result.front).table.drop(columns="ties")
         ways = different(problem, result.layouts)

@@ -57,17 +57,19 @@ def test_the_winner_is_the_best_of_all(brute, found):
         for plan, cost in brute.items()
         if cost[1] <= usable_bytes(NODE.device)
     }
-    assert found.feasible == len(feasible) and found.best == min(
-        feasible, key=feasible.get
-    )
+    assert found.feasible == len(feasible)
     distinct = sorted(
         {tuple(map(float, np.float32(cost))) for cost in feasible.values()}
     )[:20]
-    np.testing.assert_allclose(
-        found.table["step_s"], [step_s for step_s, _ in distinct], rtol=1e-6
-    )
-    assert not found.table.duplicated(["step_s", "memory_bytes"]).any()
     everything = search(MODEL, NODE, 16, space=SPACE, top=10**6, progress=False).table
+    np.testing.assert_allclose(
+        everything["step_s"].sort_values().head(20),
+        [step_s for step_s, _ in distinct],
+        rtol=1e-6,
+    )
+    assert found.best == plan_of(everything.iloc[0])
+    assert found.table["launched_s"].is_monotonic_increasing
+    assert not found.table.duplicated(["step_s", "memory_bytes"]).any()
     assert (everything["ties"] + 1).sum() == found.feasible > len(everything)
 
 
@@ -131,6 +133,8 @@ def test_no_plan_is_better_in_time_and_memory_than_the_front(brute, found):
 def test_objectives(objective, column):
     found = search(MODEL, NODE, 16, objective, top=5, space=SPACE, progress=False)
     everything = search(MODEL, NODE, 16, top=10**6, space=SPACE, progress=False).table
+    if objective == "time":
+        column = "launched_s"
     assert len(found.table) == 5 and found.table[column].is_monotonic_increasing
     assert found.table[column].iloc[0] == pytest.approx(
         everything[column].min(), rel=1e-12
@@ -167,9 +171,12 @@ def test_shards_together_are_the_whole(found):
         for i in range(3)
     ]
     assert sum(part.evaluated for part in parts) == found.evaluated
-    order = ["step_s", "memory_bytes", "tp", "cp", "pp"]
-    best = pd.concat([part.table for part in parts]).sort_values(order)[:20]
-    np.testing.assert_array_equal(best["step_s"], found.table["step_s"])
+    # parts keep more plans between them, of which some are launched better
+    launched_s = pd.concat([part.table for part in parts])["launched_s"]
+    assert (np.sort(launched_s)[:20] <= found.table["launched_s"]).all()
+    np.testing.assert_array_equal(
+        np.sort(launched_s)[:1], found.table["launched_s"][:1]
+    )
 
 
 def test_a_shard_may_hold_no_plan_that_fits():

@@ -437,7 +437,10 @@ def codesign(
         best = {"plan": "", "step_s": np.nan, "memory_bytes": np.nan}
         try:
             result = search(model, machine, global_batch, **options)
-            best = result.table.iloc[0][[*best]].to_dict()
+            first = result.table.iloc[0]
+            # of no stack in particular, the order is that of the launched step
+            best = first[[*best]].to_dict()
+            best["step_s"] = first.get("launched_s", best["step_s"])
         except ValueError as error:
             if "fits" not in str(error):
                 raise
