@@ -20,6 +20,7 @@ from madmax_lib.base.fields import require_int
 from madmax_lib.plan import Plan, Plans
 from madmax_lib.planner.evaluate import (
     LAYOUT_KEY,
+    MOST_LAYOUTS,
     Columns,
     PartialResult,
     SearchProblem,
@@ -28,6 +29,7 @@ from madmax_lib.planner.evaluate import (
 from madmax_lib.planner.hint import hint
 from madmax_lib.planner.space import SEARCHED, fixed_fields, plan_of
 from madmax_lib.simulator.costs.inputs import Steps
+from madmax_lib.simulator.memory.memory import usable_bytes
 from madmax_lib.simulator.power import device_energy_j
 from madmax_lib.simulator.steady.step_time import PARTS, step_s, step_time
 from madmax_lib.simulator.uncertainty import log_width, shared_errors
@@ -67,7 +69,7 @@ class SearchResult:
         high_s (90 % interval), launched_s (as the first of stacks, where none was
         named: times and costs then go in its order), memory_bytes (of the fullest
         device), mfu, tokens_per_s, cost_usd (per step, as launched; NaN without a
-        price), energy_j (all devices) and ties (plans as good).
+        price), energy_j (all devices).
     pareto: plans that no other one beats in time and memory, same columns.
     different: the best of each way to split the model (tp, cp, pp, ep, ZeRO stage,
         recompute), ten of them: same columns, and probability (of being the fastest of
@@ -146,6 +148,18 @@ class SearchResult:
             "under the first stack of each; step_s: under tuned Megatron-Core"
         )
 
+    @property
+    def too_large(self) -> str:
+        """Memory of a recipe, by our count, that does not fit; else empty."""
+        if not len(self.beats) or self.beats["fits"].iloc[0]:
+            return ""
+        device = self.problem.case.cluster.device
+        needed_gb = self.beats["memory_bytes"].iloc[0] / 1e9
+        return (
+            f"counted at {needed_gb:.1f} GB the recipe does not fit: {device.name} has "
+            f"{usable_bytes(device) / 1e9:.1f} GB; what fits comes first, faster or not"
+        )
+
     @cached_property
     def hint(self) -> str:
         """Another batch or number of devices, where these are the problem; else empty.
@@ -183,6 +197,7 @@ class SearchResult:
             )
             close = _CLOSE if ten["probability"].iloc[0] < 0.5 else ""
             lines.append(f"probability to be the fastest: {chances}{close}")
+        lines += filter(None, [self.too_large])
         for row in self.beats[1:].drop_duplicates("count").itertuples():
             lines.append(
                 f"{row.changes}: saves {row.saves:.0%} of the recipe's step (90 %: "
@@ -270,17 +285,15 @@ def described(problem: SearchProblem, columns: Columns) -> Described:
     return Described(table, steps, times)
 
 
-def in_launched_order(problem: SearchProblem, found: PartialResult) -> PartialResult:
+def in_launched_order(problem: SearchProblem, result: PartialResult) -> PartialResult:
     """The same plans in order of the time that their first stacks take."""
-    parts = [pd.DataFrame(part) for part in (found.table, found.layouts)]
-    both = pd.concat(parts, ignore_index=True)
-    seconds = described(problem, dict(both)).table["launched_s"]
-    # of plans that take the same, those of the table know their ties
-    both = both.loc[seconds.sort_values(kind="stable").index]
-    table = both.drop_duplicates(["step_s", "memory_bytes"]).head(problem.top)
-    most = len(found.layouts["step_s"])
-    layouts = both.drop_duplicates(list(LAYOUT_KEY)).head(most)
-    return replace(found, table=dict(table), layouts=dict(layouts))
+    parts = map(pd.DataFrame, (result.table, result.layouts))
+    rows = pd.concat(parts, ignore_index=True)
+    seconds = described(problem, dict(rows)).table["launched_s"]
+    rows = rows.loc[seconds.sort_values(kind="stable").index]
+    table = rows.drop_duplicates(["step_s", "memory_bytes"]).head(problem.top)
+    layouts = rows.drop_duplicates(list(LAYOUT_KEY)).head(MOST_LAYOUTS)
+    return replace(result, table=dict(table), layouts=dict(layouts))
 
 
 def _launched_s(case, stacks, problem):
@@ -300,7 +313,7 @@ def different(problem: SearchProblem, columns: Columns) -> pd.DataFrame:
     plans = described(problem, columns)
     seconds = parts_in_words(plans)
     chances = _chances(plans, problem)
-    table = plans.table.drop(columns="ties").assign(probability=chances)
+    table = plans.table.assign(probability=chances)
     return table.head(_MOST_DIFFERENT).assign(
         why=_reasons(seconds), limit=_limits(seconds.head(_MOST_DIFFERENT))
     )

@@ -4,16 +4,18 @@ A search deals the degrees of a `space` out in parts (`distribute`), each of whi
 worked out by `evaluate`.
 """
 
+import math
 import time
 from dataclasses import replace
+from datetime import date
 
 import numpy as np
 import pandas as pd
 
 from madmax_lib import catalog
 from madmax_lib.base.executors import submitter
-from madmax_lib.base.fields import require_int, require_type
-from madmax_lib.catalog import DLRM, Cluster, Model
+from madmax_lib.base.fields import require_int, require_number, require_type
+from madmax_lib.catalog import DLRM, Cluster, Device, Model
 from madmax_lib.catalog.software import STACKS, Software
 from madmax_lib.plan import Case, Plan
 from madmax_lib.planner.answer import (
@@ -70,8 +72,8 @@ def search(
     like: a recipe, that is a Plan, its text, or a configuration of a framework (file,
     text, dictionary, log): the plans that at most three changes of it lead to, whose
     `beats` says which are faster, by how much, how surely and why. The space is then of
-    usual choices if None, the software that of the configuration; a recipe was run, so
-    what takes no more memory than it fits.
+    usual choices if None, the software that of the configuration. A recipe was run: if
+    by our count it does not fit, neither need what beats it, and what fits is listed too.
     imbalance: of experts, as in `Case`.
     client: an executor that takes shards of the space: anything with `submit`, such as
     a ProcessPoolExecutor, mpi4py.futures or a dask client. shard of shards: this part
@@ -108,17 +110,14 @@ def search(
         # memory and time are then those of the one stack that may launch a plan
         case = replace(case, software=stacks[0])
     device = case.cluster.device
-    room_bytes = usable_bytes(device)
-    if like is not None:
-        room_bytes = max(room_bytes, np.max(plans_peak_bytes(case)))
     problem = SearchProblem(
         case,
         require_type("space", space, Space, Space),
         objective,
         top,
         require_type("parameters", parameters, Parameters, shipped),
-        device.usd_per_hour if usd_per_hour is None else usd_per_hour,
-        room_bytes,
+        price_of(device, usd_per_hour),
+        usable_bytes(device),
         stacks,
         None if like is None else _CHANGES,
     )
@@ -140,6 +139,10 @@ def search(
     # every so-many-th of the degrees: neighbours hold plans of about equal number
     part = degrees[shard::shards]
     result, complete = run_parts(problem, part, client, progress)
+    if like is not None and complete and not result.feasible:
+        # a recipe was run, so what takes no more memory than it may run too
+        problem = replace(problem, room_bytes=np.max(plans_peak_bytes(case)))
+        result, complete = run_parts(problem, part, client, progress)
     # a shard may hold nothing that fits, and so may what an interruption left
     if complete and not result.feasible and shards == 1:
         raise ValueError(_nothing_fits(problem, result))
@@ -153,7 +156,7 @@ def search(
         if case.software.name == "none" and objective in ("time", "cost"):
             result = in_launched_order(problem, result)
         table = described(problem, result.table).table
-        front = described(problem, result.front).table.drop(columns="ties")
+        front = described(problem, result.front).table
         ways = different(problem, result.layouts)
     if like is not None:
         from madmax_lib.planner.beats import beats  # a wing
@@ -171,6 +174,19 @@ def search(
         complete,
         rivals,
     )
+
+
+def price_of(device: Device, usd_per_hour: float | None) -> float:
+    """USD of a device-hour: as given, else the catalog's, NaN if of an earlier year."""
+    if usd_per_hour is not None:
+        return require_number("usd_per_hour", usd_per_hour)
+    price = device.usd_per_hour
+    listed = catalog.devices().reindex([device.name]).iloc[0]
+    # a price of the caller's own device is no date of the catalog's
+    if price != listed["usd_per_hour"]:
+        return price
+    recent = f"{date.today().year}" in f"{listed['price_date']}"
+    return price if recent else math.nan
 
 
 def check_case(case: Case) -> None:

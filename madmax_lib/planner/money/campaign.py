@@ -10,7 +10,6 @@ change with it [arXiv 2310.02784].
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import date
 from itertools import product
 
 import numpy as np
@@ -22,7 +21,7 @@ from madmax_lib.base.fields import require_int, require_number, require_type
 from madmax_lib.catalog import Cluster, Model, Software
 from madmax_lib.plan import Case, Plan
 from madmax_lib.planner.money.goodput import Goodput, practice
-from madmax_lib.planner.search import check_case, search, stacks_of
+from madmax_lib.planner.search import check_case, price_of, search, stacks_of
 from madmax_lib.planner.space import Space
 from madmax_lib.simulator import estimate
 from madmax_lib.simulator.power import ERROR, device_energy_j
@@ -371,14 +370,8 @@ def _notes(job, best, costs):
 
 
 def _price(device, usd_per_hour):
-    """USD of a device-hour in words too; NaN where the catalog's is of an earlier year."""
-    price = device.usd_per_hour
-    listed = catalog.devices().reindex([device.name]).iloc[0]
-    if usd_per_hour is not None:
-        price = require_number("usd_per_hour", usd_per_hour)
-    elif f"{date.today().year}" not in f"{listed['price_date']}":
-        # a price of the caller's own device is no date of the catalog's
-        price = np.nan if price == listed["usd_per_hour"] else price
+    """USD of a device-hour in words too."""
+    price = price_of(device, usd_per_hour)
     words = f"no price of {device.name} of this year: give --usd-per-hour"
     return price, words if np.isnan(price) else f"{price:g} USD/h"
 

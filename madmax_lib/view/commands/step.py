@@ -135,6 +135,7 @@ def _search(options):
         options.like = None
     # no bar: it would mix with what a program reads
     asked = {"objective": options.objective, "top": options.top, "progress": False}
+    asked["usd_per_hour"] = options.usd_per_hour
     result = planner.search(**_priced(options), **asked, like=recipe)
     names = ("best", "software", "evaluated", "feasible", "hint")
     about = {name: getattr(result, name) for name in names} | {"columns": _COLUMNS}
@@ -143,6 +144,7 @@ def _search(options):
     best = (result.different if enough else result.table).head(options.top)
     if recipe:
         best = result.beats
+        about |= {"recipe": result.too_large} if result.too_large else {}
         about["columns"] = _OF_RECIPE
     columns = [name for name in _SEARCHED if name in best]
     # the file first: a failure to write it is no half answer
