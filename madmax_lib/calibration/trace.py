@@ -220,10 +220,11 @@ def _solve(runs, begin, scale):
         errors = []
         for run in runs:
             seconds = _seconds(run.steps, parameters)
+            # a part that the plan has not, as LoRA's optimizer, fits nothing
             errors += [
                 np.log(seconds[part] / run.measured[part]) / SCALE
                 for part in _FITTED
-                if run.measured[part] > 0
+                if min(seconds[part], run.measured[part]) > 0
             ]
         return np.array([*errors, *((point - prior) / scale.sigma)])
 

@@ -23,10 +23,10 @@ from madmax_lib.traces.stragglers import stragglers
 from madmax_lib.traces.tables import ratio
 from madmax_lib.traces.waits.idle import idle, launch_bound
 from madmax_lib.traces.waits.launch import device_work
-from madmax_lib.traces.waits.step_times import steady_state
+from madmax_lib.traces.waits.step_times import steady_state, step_s
 
 COLUMNS = ["cause", "where", "gain_s", "share", "evidence", "remedy"]
-_WORTH_SHARE = 0.001  # of the time on the device; less is not worth a line
+_WORTH_SHARE = 0.001  # of the step; less is not worth a line
 # of the best bus bandwidth of the same group: below, a call is ruled by its latency
 _SLOW = 0.5
 
@@ -43,7 +43,7 @@ def advise(timeline: Timeline) -> pd.DataFrame:
     cause: exposed communication, waiting for peers, straggler rank, small messages,
     launch-bound, late start, host wait, pipeline bubble, other idle, short gaps or
     exposed copies. where: collective and group, ranks, stream. gain_s: per step, mean
-    over the ranks. share: of the time on the device, 0..1. evidence, and remedy, the
+    over the ranks. share: of the step (`traces.step_s`), 0..1. evidence, and remedy, the
     usual one. Causes below 0.1 % are left out; an empty table means that none was
     found, not that the run is fast. `.attrs["steps"]`: those that count, without
     warm-up and cut ones unless there are no others.
@@ -54,7 +54,6 @@ def advise(timeline: Timeline) -> pd.DataFrame:
     parts_s = breakdown(timeline)
     ranks = max(len(parts_s), 1)
     steps = max(len(counted), 1)
-    total_s = parts_s["total_s"].sum()
     rows = [
         finding
         for causes in (_communication, _late_ranks, _host, _other_idle, _gaps, _copies)
@@ -64,8 +63,11 @@ def advise(timeline: Timeline) -> pd.DataFrame:
     table["gain_s"] = table["gain_s"].astype(float) / ranks / steps
     if table["cause"].isin(_OF_COMMUNICATION).any():
         table = _beside_replay(table, recording)
-    # of the mean time of a rank and step
-    table["share"] = table["gain_s"] * ranks * steps / max(total_s, _NOTHING_S)
+    # of the step that recurs, else of the mean time of a rank and step
+    whole_s = step_s(recording)
+    if np.isnan(whole_s):
+        whole_s = parts_s["total_s"].sum() / ranks / steps
+    table["share"] = table["gain_s"] / max(whole_s, _NOTHING_S)
     table["remedy"] = table["cause"].map(_REMEDY)
     table = table[COLUMNS]
     table = table[table["share"] >= _WORTH_SHARE]

@@ -137,12 +137,13 @@ def gate(
     a, b: recordings of the same training, or lists of them: with five or more in all
     the spread between recordings is known. threshold: smallest growth that matters,
     0.03 for 3 %; a growth that is surely smaller passes. Raises ValueError for a
-    threshold outside of 0..10, for timelines without a step that counts, of other ranks
+    threshold outside of 0..1, for timelines without a step that counts, of other ranks
     than the rest, or of files that were not read whole.
     """
-    if not 0 < require_number("threshold", threshold) < 10:
+    if not 0 < require_number("threshold", threshold) < 1:
         raise ValueError(
-            f"threshold={threshold!r} is not a share above 0, such as 0.03 for 3 %"
+            f"threshold={threshold!r} is not a share above 0 and below 1, such as 0.03 for "
+            "3 %"
         )
     sides = []
     for name, side in (("a", a), ("b", b)):

@@ -9,13 +9,16 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
 import pytest
 from support import local_or_skip, make_timeline
 
 from madmax_lib.__main__ import main
 from madmax_lib.calibration.job.another_plan import another_plan, case_of
+from madmax_lib.calibration.job.shapes import shapes_of
 from madmax_lib.calibration.trace import fit_timeline, kernel_seconds
 from madmax_lib.catalog.datasets import PROJECT
 from madmax_lib.plan.plan import Plan
@@ -53,6 +56,53 @@ def test_the_reading_says_why_and_is_a_call():
     assert facts.at["zero", "value"] == 3 and "gathers" in facts.at["zero", "evidence"]
     assert set(facts["sure"]) <= {"certain", "likely", "guess"}
     assert "Plan.parse('dp2.z3.mb8'), 16, 64, 'fp32', 'workbench')" in repr(job)
+
+
+@pytest.mark.parametrize(("talks", "sure"), [(True, "certain"), (False, "guess")])
+def test_ranks_that_exchange_nothing_may_be_jobs_of_their_own(talks, sure):
+    timeline = recorded("gpt-ddp")
+    spans = timeline.spans
+    is_comm = spans["name"].str.contains("c10d|gloo") | (spans["kind"] == "comm")
+    facts = case_of(timeline.where(talks | ~is_comm)).facts.set_index("field")
+    assert (facts.at["dp", "value"], facts.at["dp", "sure"]) == (2, sure)
+    assert ("zero" in facts.index) == talks
+    assert ("independent" in facts.at["dp", "evidence"]) != talks
+
+
+# hidden, heads, kv heads, kv heads that attention shows, rank of adapters
+WIDTHS = [
+    (128, 8, 2, 8, 0),
+    (4096, 32, 8, 32, 0),
+    (128, 8, 4, 8, 0),
+    (256, 8, 8, 8, 0),
+    (4096, 32, 8, 32, 16),
+    (4096, 32, 8, 8, 16),
+    (256, 8, 8, 8, 32),
+]
+
+
+@pytest.mark.parametrize(("hidden", "heads", "kv", "shown", "adapter"), WIDTHS)
+def test_narrow_products_are_of_keys_or_of_adapters(hidden, heads, kv, shown, adapter):
+    """A Llama of two layers, with frozen weights where q and v have adapters."""
+    width, rows, ffn = hidden // heads, 512, 3 * hidden
+    weights = [(hidden, n) for n in (hidden, hidden, kv * width, kv * width)]
+    weights += [(hidden, ffn), (hidden, ffn), (ffn, hidden)]
+    more = [(hidden, adapter), (adapter, hidden)] * 2 if adapter else []
+    more[3:] = [(adapter, kv * width)] * bool(adapter)
+    products = [(rows, *w) for w in weights + more]
+    products += [(rows, n, k) for k, n in weights + more]
+    products += [(n, rows, k) for k, n in more or weights]
+    names = ["batch", "heads", "kv_heads", "tokens", "head_dim"]
+    sizes = dict(zip(names, (4, heads, shown, 128, width), strict=True))
+    attentions = pd.DataFrame([sizes] * 4).assign(rank=0, backward=[False, True] * 2)
+    seen = SimpleNamespace(
+        attentions=attentions,
+        products=pd.DataFrame(products * 2, columns=["m", "k", "n"]).assign(rank=0),
+        routers={"experts": []},
+    )
+    shapes = shapes_of(seen)
+    assert (shapes.kv_heads, shapes.adapter) == (kv, adapter)
+    assert (shapes.ffn, shapes.gated, shapes.recompute) == (ffn, True, "none")
 
 
 @pytest.mark.parametrize(
@@ -153,6 +203,10 @@ def test_what_the_fit_cannot_meet_is_said():
         fit_timeline(
             recorded("gpt-ddp"), replace(larger, global_batch=48, cluster=cluster)
         )
+    # a part that the model of the plan lacks is left out
+    adapted = replace(case, plan=Plan.parse("dp2.mb8.lora8"), cluster=cluster)
+    errors = fit_timeline(recorded("gpt-ddp"), adapted).provenance["errors"][0]
+    assert errors["optimizer_s"] == -1 and abs(errors["step_s"]) < 0.5
     with pytest.raises(ValueError, match="not a step of a transformer"):
         another_plan(make_timeline([(0, 1, "compute", "gemm", 0, 9)]), "dp1")
 

@@ -110,6 +110,18 @@ def test_a_fit_finds_the_constants_that_made_the_runs():
     assert fitted.software == "workbench" and fitted.residuals["stranger"] < 0.03
 
 
+@pytest.mark.parametrize(
+    ("runs", "alone", "least", "most"),
+    [(RUNS[4:5], 5.0, 1.0, 1.0), (RUNS[3:5], 5.0, 0.9, 1.0), (RUNS, 0.8, 0.7, 0.9)],
+)
+def test_a_rank_alone_is_no_slower_than_beside_others(runs, alone, least, most):
+    """And where all ran alone, nothing tells how much faster it is."""
+    cases = [case(*run) for run in runs]
+    measured = parts_of(Steps.stack(cases), known(alone=alone))
+    fitted = fit_constants(cases, measured, replace(start(), collectives=CURVES))
+    assert least <= fitted.constants["alone"] <= most
+
+
 def test_parts_that_no_trace_tells_are_left_out():
     cases = [case(*run) for run in RUNS[:3]]
     measured = parts_of(Steps.stack(cases), known()).assign(

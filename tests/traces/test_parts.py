@@ -168,7 +168,7 @@ def test_a_cut_by_steps_keeps_what_runs_between_them(tmp_path, capsys):
     summary = json.loads(capsys.readouterr().out)["summary"]
     assert summary["not_counted"] == ["step 4"]
     idle = expected["idle_s"].sum() / expected["total_s"].sum()
-    assert summary["share"]["idle"] == pytest.approx(idle, rel=1e-3)
+    assert summary["share_of_device_time"]["idle"] == pytest.approx(idle, rel=1e-3)
 
 
 def test_ranks_without_a_trace_are_counted(tmp_path, capsys):

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import math
+import shutil
 
 import numpy as np
 import pandas as pd
@@ -316,17 +317,20 @@ def test_a_command_line_that_is_not_understood_is_an_envelope_too(capsys):
     )
 
 
-@pytest.mark.parametrize(("gap", "speaks"), [(0, True), (3000, False)])
+@pytest.mark.parametrize(
+    ("pace", "gap", "speaks", "left"),
+    [(6020, 0, True, ""), (6500, 0, True, "8%"), (10_000, 3000, False, "40%")],
+)
 def test_stragglers_and_report_count_the_same_calls(
-    capsys, tmp_path, monkeypatch, gap, speaks
+    capsys, tmp_path, monkeypatch, pace, gap, speaks, left
 ):
     """Rank 1 is late by 500 ns in three steps; the first, in which rank 0 is, is
-    warm-up. Gaps leave no slowdown.
+    warm-up. Gaps are told, large ones leave no slowdown.
     """
     rows, steps = [], []
     for step, late in enumerate(((2500, 0), *[(0, 500)] * 9)):
         for rank in (0, 1):
-            start = 10_000 * (step + (step > 0) * 10)
+            start = pace * (step + (step > 0) * 15)
             end = start + 1000 + late[rank]
             rows += [
                 (
@@ -335,7 +339,7 @@ def test_stragglers_and_report_count_the_same_calls(
                     "annotation",
                     f"ProfilerStep#{step}",
                     start,
-                    90_000 if step == 0 else 8000,
+                    90_000 if step == 0 else pace - gap,
                 )
             ]
             rows += [(rank, 7, "compute", "gemm", start, end - start)]
@@ -346,6 +350,8 @@ def test_stragglers_and_report_count_the_same_calls(
             steps += [step] * 4
     timeline = with_columns(make_timeline(rows), step=steps)
     monkeypatch.setattr(trace_commands, "read", lambda paths: timeline)
+    about = {"ranks": 2, "note": "earlier"}
+    monkeypatch.setattr(trace_commands, "_ranks", lambda timeline: dict(about))
     monkeypatch.chdir(tmp_path)
     found = [
         json.loads(answered(capsys, command, "DIR", "--json")[1])
@@ -356,7 +362,9 @@ def test_stragglers_and_report_count_the_same_calls(
         summary["not_counted"] == ["step 0"]
         and (summary["slowdown"] is not None) == speaks
     )
-    assert ("use cost_s" in summary.get("note", "")) != speaks and (
+    note = f"earlier; the replay leaves {left} of" if left else "earlier"
+    assert summary["note"].startswith(note) and summary["measured_over_replayed"] > 1
+    assert ("use cost_s" in summary["note"]) != speaks and (
         "slowdown" in found[0]["rows"][0]
     ) == speaks
     first = found[0]["rows"][0]
@@ -402,6 +410,20 @@ def test_a_name_is_one_number_in_all_commands(name, capsys, monkeypatch, tmp_pat
     assert gated["step_s"] == pytest.approx(step_s, rel=1e-4)
     for quantity in ("total_s", "compute_s", "exposed_comm_s", "idle_s"):
         assert compared[quantity] == pytest.approx(means[quantity], rel=1e-4)
+
+
+def test_a_comparison_is_of_the_ranks_that_both_sides_have(tmp_path, capsys):
+    whole = dataset("dlrm-8xv100")
+    few = [whole / f"rank{rank}.json.gz" for rank in (0, 2, 5)]
+    for path in few:
+        shutil.copy(path, tmp_path)
+    words = ("compare", str(tmp_path), str(whole), "--json")
+    summary = json.loads(answered(capsys, *words)[1])["summary"]
+    assert summary["ranks"] == 3
+    assert summary["step_s"]["a"] == summary["step_s"]["b"]
+    alone_s = mm.traces.step_s(mm.read_trace(few))
+    assert summary["step_s"]["a"] == pytest.approx(alone_s, rel=1e-5)
+    assert alone_s != pytest.approx(mm.traces.step_s(mm.read_trace(whole)), rel=0.05)
 
 
 def test_a_search_writes_the_configuration_of_its_best_plan(tmp_path, capsys):

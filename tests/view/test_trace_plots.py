@@ -200,18 +200,3 @@ def test_a_pair_of_timelines_shows_both_sides(tmp_path, monkeypatch):
         )
     with pytest.raises(ValueError, match="nothing to draw"):
         diff.plot_pair(a, make_timeline([]))
-
-
-def test_a_gate_shows_every_quantity_beside_its_threshold():
-    a, b = (mm.read_trace(mm.dataset(name)) for name in ("gpt-before", "gpt-after"))
-    result = mm.traces.gate(a, b)
-    ax, same = diff.plot_gate(result), diff.plot_gate(mm.traces.gate(a, a))
-    pd.testing.assert_frame_equal(figure_data(ax), result.table)
-    assert "A step takes 30% longer" in ax.get_title(loc="left") + ax.get_title()
-    assert [
-        bar.get_width() for bar in ax.patches[: len(result.table)]
-    ] == pytest.approx(100 * (result.table["ratio"] - 1))
-    assert (
-        "Nothing is surely slower by 3%"
-        in same.get_title(loc="left") + same.get_title()
-    )

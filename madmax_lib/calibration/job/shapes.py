@@ -13,6 +13,9 @@ from dataclasses import dataclass
 
 from madmax_lib.calibration.job.observed import Observed
 
+# share of gradients in the products of trained weights: a third, with a fourth pass less
+_TRAINED = 1 / 8
+
 
 @dataclass(frozen=True)
 class Shapes:
@@ -50,14 +53,15 @@ def shapes_of(seen: Observed) -> Shapes | None:
     # the last micro-batch may be short
     full = attention[attention["batch"] == attention["batch"].max()]
     names = ["batch", "heads", "kv_heads", "tokens", "head_dim"]
-    core = dict(zip(names, map(int, full[names].mode().iloc[0]), strict=True))
+    core = full[names].mode().iloc[0].astype(int).to_dict()
     flops = table["m"] * table["k"] * table["n"]
     rows = int(flops.groupby(table["m"]).sum().idxmax())
     rank = attention["rank"].value_counts().idxmax()
     is_back = attention.loc[attention["rank"] == rank, "backward"]
     backward = int(is_back.sum())
     forward = len(is_back) - backward
-    pairs = _pairs(table[table["rank"] == rank], rows)
+    table = table[table["rank"] == rank]
+    pairs = _pairs(table, rows)
     shared = Counter()
     for pair, count in pairs.items():
         shared |= {size: shared[size] + count for size in pair}
@@ -72,6 +76,13 @@ def shapes_of(seen: Observed) -> Shapes | None:
     core["head_dim"] = core["head_dim"] or hidden // core["heads"]
     width = core["head_dim"] * cp
     queries = core["heads"] * width
+    # attention shows all heads where keys and values were repeated: these two have
+    # the width that is used as often as the two of queries and output
+    used = sizes[queries]
+    if core["kv_heads"] == core["heads"] and sizes[3 * queries] != used:
+        often = [size for size in sizes if 0.8 * used < sizes[size] < 1.2 * used]
+        divisors = [size for size in often if size % width == 0 == queries % size]
+        core["kv_heads"] = int(min(divisors, default=queries)) // width
     keys = core["kv_heads"] * width
     # queries, keys and values are one product, or three
     fused = queries + 2 * keys
@@ -79,7 +90,12 @@ def shapes_of(seen: Observed) -> Shapes | None:
     others = {queries, keys, *seen.routers["experts"]}
     most = max(sizes.values())
     narrow = [s for s in {*sizes} - others if s <= hidden / 4 and sizes[s] >= most / 2]
+    # beside adapters the wide weights are frozen: next to none has a gradient n T k
+    wide = table[~table[["m", "n"]].isin(narrow).any(axis=1)]
+    is_gradient = (wide["k"] == rows) & (wide["m"] != rows)
     adapter = int(max(narrow, default=0))
+    if is_gradient.mean() > _TRAINED:
+        adapter = 0
     passes = 1 if not backward else 2 if adapter else 3
     # an FFN has two products, or three with a gate; of a mixture other operators tell
     choices = [passes, passes + 1] if again else [passes]

@@ -39,16 +39,20 @@ def add_splits(seen: Observed, shapes: Shapes, facts: Facts) -> None:
     if facts.add("cp", shapes.cp, text) > 1:
         facts.add("context", "ulysses", "heads are exchanged for tokens")
     replica = tp * shapes.cp * _pipeline(seen, shapes, facts)
-    dp = facts.add("dp", max(seen.world // replica, 1), f"{replica} ranks of a replica")
+    others = messages[~is_moved] if tp > 1 else messages
+    others = others[others["elements"] > shapes.hidden**2 * _SCALARS]
+    dp = max(seen.world // replica, 1)
+    facts.add("dp", dp, f"{replica} ranks of a replica")
+    if dp > 1 and others.empty:
+        text = "no collective moves gradients: independent processes?"
+        facts.add("dp", dp, text, "guess")
     if len(seen.grouped) and len(seen.routers):
         experts = int(seen.routers["experts"].max())
         local = int(seen.grouped["experts"].mode()[0])
         facts.add(
             "ep", max(experts // local, 1), f"{local} of {experts} experts on a rank"
         )
-    others = messages[~is_moved] if tp > 1 else messages
-    others = others[others["elements"] > shapes.hidden**2 * _SCALARS]
-    if dp * shapes.cp > 1:
+    if dp * shapes.cp > 1 and len(others):
         _sharding(seen, others, dp * shapes.cp, facts)
     facts.add("micro_batch", shapes.batch, "samples of attention")
     facts.add("recompute", shapes.recompute, _RECOMPUTED[shapes.recompute])

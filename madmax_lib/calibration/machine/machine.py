@@ -221,7 +221,11 @@ def fit_constants(
         return np.concatenate([of_runs, (point - scale.prior) / scale.sigma])
 
     solution = least_squares(
-        residuals, scale.prior, loss="soft_l1", x_scale=scale.sigma
+        residuals,
+        scale.prior,
+        bounds=(scale.low, scale.high),
+        loss="soft_l1",
+        x_scale=scale.sigma,
     )
     unexplained = float(np.sqrt(np.mean(errors(solution.x)[:, 0] ** 2)))
     widths = dict.fromkeys(COMPONENTS[1:], unexplained)
@@ -251,7 +255,8 @@ def parts_of(steps: Steps, parameters: Parameters) -> pd.DataFrame:
 def _scale_of(steps, begin):
     """Constants where a fit begins, and those of them that these runs can tell.
 
-    They move as logarithms and have no bounds: a machine may be as slow as it likes.
+    They move as logarithms and but `alone` have no bounds: a machine may be as slow as
+    it likes.
     """
     on_cpu = bool(np.any(steps.traits.on_host))
     kernels = (
@@ -277,7 +282,8 @@ def _scale_of(steps, begin):
         "gemm_bytes",
         "optimizer_factor",
         "moe_gemm",
-        *(["alone"] if on_cpu else []),
+        # all alone: their pace beside others is not known
+        *(["alone"] if on_cpu and np.any(steps.plan.world_size > 1) else []),
     ]
     bases |= {name: name for name in single}
     for timed in begin.provenance.get("timed", ()):
@@ -302,7 +308,8 @@ def _scale_of(steps, begin):
         logarithmic=np.ones(count, bool),
         prior=np.log([constants[name] for name in names]),
         low=np.full(count, -np.inf),
-        high=np.full(count, np.inf),
+        # nobody is slower alone than beside others
+        high=np.where(np.array(names) == "alone", 0.0, np.inf),
         sigma=np.full(count, _WIDE if on_cpu else _NARROW),
     )
     return first, scale

@@ -92,7 +92,7 @@ def _deeper(path):
             names = ", ".join(str(folder.relative_to(path)) for folder in folders[:5])
             raise ValueError(
                 f"{path}: no trace files in this directory; its folders {names} have "
-                "some: name one of them"
+                "some: name one of them, or all as FOLDER/*"
             )
         folders = folders[-1:]
     names = ", ".join(str(folder.relative_to(path)) for folder in folders)

@@ -19,6 +19,7 @@ import pandas as pd
 from madmax_lib.timeline import Timeline, with_origin
 from madmax_lib.traces.waits.operations import NEEDED, operations
 from madmax_lib.traces.waits.replay import pipeline_graph, seen_graph
+from madmax_lib.traces.waits.step_times import step_s
 
 _COMPUTE = (
     "forward-compute",
@@ -54,9 +55,7 @@ class WithoutStragglers:
     # what repairing the last stage gives back; NaN with one stage. Not clipped to 0..1
     M_S: float
     M_W: float  # what repairing the worst 3 % of the workers (at least one) gives back
-    M_S_add: float  # what the last stage alone costs
-    M_W_add: float
-    T_measured: float  # last end - first start
+    T_measured: float  # of a timeline the recurring step, else last end - first start
     T_replay: float  # replayed with own times, without launch gaps
     T_ideal: float  # replayed with ideal times
     by_kind: (
@@ -120,9 +119,12 @@ def what_if_no_stragglers(ops: pd.DataFrame | Timeline) -> WithoutStragglers:
     for one another as in 1F1B. Raises ValueError for columns that are missing, kinds
     that are not known, and interleaved chunks (mc above 0).
     """
-    ops, dropped = _whole_steps(
-        _checked(operations(ops) if isinstance(ops, Timeline) else ops)
-    )
+    # steps may overlap on a device, or leave it idle between them
+    paced_s = nan
+    if isinstance(ops, Timeline):
+        paced_s = step_s(ops)
+        ops = operations(ops)
+    ops, dropped = _whole_steps(_checked(ops))
     replays = _Replays(ops)
     actual_s, ideal_s = replays.by_step[["replay_s", "ideal_s"]].mean()
     slowdown = {
@@ -139,24 +141,16 @@ def what_if_no_stragglers(ops: pd.DataFrame | Timeline) -> WithoutStragglers:
     worst = by_rank.sort_values(ascending=False, kind="stable").index[
         : ceil(len(by_rank) * _WORST - _NOTHING)
     ]
-    shares = dict.fromkeys(("M_S", "M_W", "M_S_add", "M_W_add"), nan)
     # M = (T_replay - T_with the part repaired) / (T_replay - T_ideal)  [OSDI 2025]
     lost_s = actual_s - ideal_s
     some = abs(lost_s) > _NOTHING * ideal_s
-    for name, column, bad in (
-        ("M_S", "stage", [ops["stage"].max()]),
-        ("M_W", "rank", list(worst)),
-    ):
-        is_bad = ops[column].isin(bad)
-        added_s, repaired_s = replays.step_s(is_bad, ~is_bad).mean(axis=0)
-        if some and (column == "rank" or ops["stage"].nunique() > 1):
-            shares |= {
-                name: (actual_s - repaired_s) / lost_s,
-                f"{name}_add": (added_s - ideal_s) / lost_s,
-            }
+    is_worst = ops["rank"].isin(worst)
+    is_last = ops["stage"] == ops["stage"].max()
+    repaired_s = replays.step_s(~is_worst, ~is_last).mean(axis=0)
+    of_worst, of_last = (actual_s - repaired_s) / (lost_s if some else nan)
     return WithoutStragglers(
         S=actual_s / ideal_s if some else 1.0,
-        T_measured=replays.by_step["measured_s"].mean(),
+        T_measured=paced_s if paced_s > 0 else replays.by_step["measured_s"].mean(),
         T_replay=actual_s,
         T_ideal=ideal_s,
         by_kind=slowdown["kind"],
@@ -167,7 +161,8 @@ def what_if_no_stragglers(ops: pd.DataFrame | Timeline) -> WithoutStragglers:
         ),
         by_step=replays.by_step,
         steps_dropped=dropped,
-        **shares,
+        M_W=of_worst,
+        M_S=nan if is_last.all() else of_last,
     )
 
 

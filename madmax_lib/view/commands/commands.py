@@ -127,7 +127,7 @@ def _train(options):
         print(json.dumps(about, indent=1))
         return status
     # a line for each number and text; of the times of steps the median
-    about["step_s"] = (about.get("step_s") or {}).get("median")
+    about["median_step_s"] = (about.pop("step_s", None) or {}).get("median")
     for name, value in about.items():
         text = f"{value:,.6g}" if isinstance(value, float) else value
         if isinstance(text, (str, int)) and text != "":

@@ -27,6 +27,7 @@ _MOST_OPERATIONS = 3  # that differ most
 _LEAST_STEPS = 12  # of a log, below which nobody can tell who is late
 _LOOK_S = 0.2  # for ranks whose trace is not there yet, a minute long
 _LOOKS = 300
+_MOST_UNEXPLAINED = 0.2  # of the step: a replay that leaves more tells no slowdown
 _LEAST_COST = 0.01  # of the step: stragglers that cost less say nothing
 
 
@@ -113,7 +114,9 @@ def _parts(recording, about):
         "steps": len(recording.steps),
         "not_counted": _others(recording, counted),
         "step_s": traces.step_s(recording),
-        "share": dict(shares.rename(lambda name: name.removesuffix("_s"))),
+        "share_of_device_time": dict(
+            shares.rename(lambda name: name.removesuffix("_s"))
+        ),
         "work_outside_steps_s": dict(outside_s),
     }
     return Answer(table, about | summary)
@@ -126,7 +129,7 @@ def _share(text):
     except ValueError:
         share = math.nan
     # 3 for 3%, a forgotten %, would let everything pass
-    if not 0 < share < (10 if is_percent else 1):
+    if not 0 < share < 1:
         raise ArgumentTypeError(f"{text!r} is not a share such as 3% or 0.03")
     return share
 
@@ -207,7 +210,13 @@ def _compare(options):
     if not options.operations:
         table = traces.compare(a[0], b[0], labels=labels)
     most = operations.head(_MOST_OPERATIONS)[["name", "kind", "difference_s"]]
-    about = {"step_s": {"a": traces.step_s(a[0]), "b": traces.step_s(b[0])}}
+    # of the ranks that both sides have, as the rows are
+    ranks = sorted({*a[0].ranks} & {*b[0].ranks})
+    common = (one.where(one.spans["rank"].isin(ranks)) for one in (a[0], b[0]))
+    about = {
+        "ranks": len(ranks),
+        "step_s": dict(zip("ab", map(traces.step_s, common), strict=True)),
+    }
     return Answer(table, about | {"most": most.to_dict("records")})
 
 
@@ -228,7 +237,7 @@ def _gate(a, b, threshold):
     about["cannot_tell_below"] = dict(unclear["detectable"])
     # all operations changed alike: the machine rather than the program
     if result.host_factor != 1:
-        about["alike"] = result.host_factor
+        about["all_operations"] = result.host_factor
     passed = {"pass": True, "fail": False}.get(result.verdict)
     return Answer(table, about, passed=passed)
 
@@ -290,12 +299,14 @@ def _stragglers(options):
     about["replayed_s"] = replay.T_replay
     about["measured_over_replayed"] = replay.replay_gap
     # the replay has no launch gaps: where these rule, it says nothing
+    missing = 1 - 1 / replay.replay_gap
+    is_told = missing < _MOST_UNEXPLAINED
     if replay.gaps_rule:
+        note = f"the replay leaves {missing:.0%} of the step to launch gaps and idling"
+        note += "" if is_told else ": use cost_s, not a slowdown"
+        about["note"] = "; ".join(filter(None, [about.get("note"), note]))
+    if not is_told:
         about["slowdown"] = None
-        about["note"] = (
-            "the replay does not explain most of this step (launch gaps, work of other "
-            "steps), so use cost_s, not a slowdown"
-        )
         return Answer(table, about, findings=late)
     about |= {"slowdown": replay.S, "without_s": replay.T_ideal}
     # a repair of nothing has no share

@@ -14,13 +14,10 @@ from matplotlib.axes import Axes
 from madmax_lib.base import NS_PER_S, format_s
 from madmax_lib.timeline import BUSY_KINDS, Timeline
 from madmax_lib.traces.diff import align_ranks, align_steps, compare, op_names
-from madmax_lib.traces.gate import GateResult
 from madmax_lib.view.drawing import (
     COLORS,
-    DASHED,
     LABELS,
     PLAIN,
-    SERIES,
     bar_chart,
     bars,
     blocks,
@@ -31,7 +28,6 @@ from madmax_lib.view.drawing import (
     kinds_key,
     new_axes,
     note,
-    percent,
     short_name,
 )
 
@@ -43,11 +39,6 @@ _QUANTITIES = {  # of `compare`: colour, name
     "idle_s": (COLORS["idle"], "idle"),
     "total_s": (PLAIN, "step"),
     "step_s": (PLAIN, "step"),  # of `gate`
-}
-_VERDICTS = {
-    "slower": SERIES[1],
-    "cannot tell": COLORS["idle"],
-    "fine": SERIES[0],
 }
 _NOTHING = "nothing to draw: one of the timelines has no span of kind " + ", ".join(
     BUSY_KINDS
@@ -231,45 +222,6 @@ def plot_ops(table: pd.DataFrame, ax: Axes | None = None, *, count: int = 12) ->
             side = {"dx": 4, "ha": "left"}
         note(ax, op.difference_s * 1e3, row, text, **side)
     ax.axvline(0, color="black", linewidth=0.8)
-    return ax
-
-
-def plot_gate(result: GateResult, ax: Axes | None = None) -> Axes:
-    """Growth of each quantity of `gate`, with its 90 % interval, beside the threshold;
-    colour by verdict.
-    """
-    table = result.table
-    limit = result.threshold
-    growth = 100 * (table[["ratio", "low", "high"]] - 1)
-    slower = table[table["verdict"] == "slower"].set_index("quantity")["ratio"] - 1
-    title = f"Nothing is surely slower by {percent(limit)}"
-    if len(slower):
-        most = short_name(slower.index[0])
-        title = f"{most} grew by {percent(slower.iloc[0])}"
-    # a step that is slower matters more than any operation in it
-    if "step_s" in slower:
-        title = f"A step takes {percent(slower['step_s'])} longer"
-    # zero in the middle, and always some room behind the threshold
-    widest = np.nanmax(growth[["low", "high"]].abs())
-    reach = 1.05 * max(widest, 150 * limit)
-    verdicts = set(table["verdict"])
-    ax = bar_chart(
-        ax,
-        table,
-        growth["ratio"],
-        title,
-        x="growth from a to b, with its 90% interval [%]; dashed: the limit",
-        rows=[
-            _QUANTITIES.get(name, (PLAIN, short_name(name)))[1]
-            for name in table["quantity"]
-        ],
-        xlim=(-reach, reach),
-        key={name: color for name, color in _VERDICTS.items() if name in verdicts},
-        fill=list(table["verdict"].map(_VERDICTS)),
-        error=(growth["low"], growth["high"]),
-    )
-    ax.axvline(0, color="black", linewidth=0.8)
-    ax.axvline(100 * limit, **DASHED)
     return ax
 
 
