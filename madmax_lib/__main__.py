@@ -30,7 +30,13 @@ def main(arguments: list[str] | None = None) -> int:
         gc.set_threshold(100_000)
     options = None
     try:
-        options = _parser(arguments).parse_args(arguments)
+        options, left = _parser(arguments).parse_known_args(arguments)
+        # traces may stand on both sides of an option, as in `compare A --gate 3% B`
+        flags = [text for text in left if text.startswith("-")]
+        if flags or (left and "traces" not in options):
+            options.parser.error(f"unrecognized arguments: {' '.join(left)}")
+        if left:
+            options.traces += left
         with warnings.catch_warnings():
             if not is_recorded:
                 warnings.showwarning = _shown_once()

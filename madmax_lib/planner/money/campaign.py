@@ -40,8 +40,8 @@ _MISS = (
     "mixtures are priced too high: DeepSeek-V3 at 1.3 times the published hours in fp8 "
     "with its batch of 63M tokens, at 1.7 with 17M, at 2.0 in bf16 too"
 )
-# what a search says where no plan fits on so many devices
-_NO_PLAN = re.compile("fits|no layout|no plan")
+# what is said where no plan fits on so many devices, or a stack does not run one
+_NO_PLAN = re.compile("fits|no layout|no plan|does not run|needs")
 
 
 @dataclass(frozen=True, repr=False)
@@ -101,7 +101,7 @@ def campaign(
     parameters: Parameters | None = None,
 ) -> Campaign:
     """A training of a model on so many tokens, on as many devices as finish in so many
-    days, or on devices given.
+    days, or on devices given: then with the probability of those days, if any.
 
     cluster: whose nodes are multiplied; its number of nodes is not looked at. sure: the
     probability of the days asked for. global_batch: samples; if None 4 million tokens
@@ -110,17 +110,17 @@ def campaign(
     fastest of five (on the first number of devices that is tried). plan: that of your
     own, on as many devices as it needs; if None the best of `Space.quick()`. Days,
     money and energy are those of `training`, which knows failures and what trainings
-    take over such predictions. For days, round numbers of nodes are tried. Raises
-    ValueError unless either days or devices are given, where no plan fits, and where no
-    number of devices is in time.
+    take over such predictions. For days alone, round numbers of nodes are tried. Raises
+    ValueError without days and devices, where no plan fits, and where no number of
+    devices is in time.
 
     >>> answer = campaign("llama2-7b", 2e12, "dgx-a100", devices=256)
     >>> card_days = 184_320 / 256 / 24  # device-hours of its model card
     >>> bool(answer.best["days_low"] < card_days < answer.best["days_high"])
     True
     """
-    if (days is None) == (devices is None):
-        raise ValueError("give either days or devices")
+    if days is None and devices is None:
+        raise ValueError("give days=, devices= or both")
     if not require_number("sure", sure, positive=True) < 1:
         raise ValueError(f"sure={sure:g} is a probability, below 1")
     parameters = constants_of(cluster, parameters)
@@ -134,7 +134,7 @@ def campaign(
         case,
         tokens,
         global_batch,
-        (case.software,) if plan else stacks_of(case),
+        stacks_of(case),
         parameters,
     )
     costs = {"usd_per_hour": usd_per_hour, "model": case.model, "goodput": goodput}
@@ -231,27 +231,21 @@ def _row(job, devices, costs):
     case = job.case
     run = {"global_batch": batch, "sequence": case.sequence, "dtype": case.dtype}
     run["parameters"] = job.parameters
-    if case.plan:
-        result = None
-        table = _priced(job, cluster, run)
-    else:
-        results = []
-        reasons = []
-        for stack in job.stacks:
-            asked = {"top": 1, "space": Space.quick(), "software": stack}
-            try:
-                results.append(
-                    search(case.model, cluster, **run, **asked, progress=False)
-                )
-            except ValueError as error:
-                if not _NO_PLAN.search(str(error)):
-                    raise
-                reasons.append(str(error))
-        if not results:
-            raise ValueError(reasons[0])
-        # each stack's best is timed as that stack runs it
-        result = min(results, key=lambda result: result.table["step_s"][0])
-        table = result.table
+    found = []
+    reasons = []
+    for stack in job.stacks:
+        try:
+            found.append(_best(job, cluster, run | {"software": stack}))
+        except ValueError as error:
+            if not _NO_PLAN.search(str(error)):
+                raise
+            reasons.append(str(error))
+    if not found and case.plan:  # that no stack is known to run: as of its case
+        found.append(_best(job, cluster, run | {"software": case.software}))
+    if not found:
+        raise ValueError(reasons[0])
+    # each stack's best is timed as that stack runs it
+    table, result = min(found, key=lambda best: best[0]["step_s"][0])
     row = training(table, job.tokens, cluster, **costs).iloc[0].to_dict()
     ends = [f"{name}{end}" for name in AMOUNTS for end in ("", "_low", "_high")]
     names = ("plan", "stacks", "step_s", "low_s", "high_s", "mfu", *ends, "goodput")
@@ -259,24 +253,28 @@ def _row(job, devices, costs):
     return answer | {name: row.get(name, np.nan) for name in names}
 
 
-def _priced(job, cluster, run):
-    """The plan asked for as the table of a search. Raises ValueError where it does not
-    fit.
+def _best(job, cluster, run):
+    """The table of a search and its result; of the plan asked for its row, and None.
+    Raises ValueError where nothing fits.
     """
-    (stack,) = job.stacks
     plan = job.case.plan
-    table = estimate(job.case.model, cluster, plan, **run, software=stack)
+    if not plan:
+        run = run | {"top": 1, "space": Space.quick(), "progress": False}
+        result = search(job.case.model, cluster, **run)
+        return result.table, result
+    table = estimate(job.case.model, cluster, plan, **run)
     if not table["fits"][0]:
         raise ValueError(
             f"{plan} needs {table['memory_bytes'][0] / 1e9:,.0f} GB, "
             f"{cluster.device.name} has {cluster.device.memory_bytes / 1e9:,.0f}"
         )
+    stack = run["software"]
     table.insert(0, "plan", str(plan))
     table.insert(1, "stacks", stack.name if stack else "tuned Megatron-Core")
     if cluster.device.tdp_w > 0:
         step_j = device_energy_j(table, cluster.device)
         table["energy_j"] = cluster.world_size * step_j
-    return table
+    return table, None
 
 
 def _resized(cluster, devices):

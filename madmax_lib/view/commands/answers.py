@@ -386,11 +386,13 @@ def _narrow(columns, table, first):
     )
     order = dict.fromkeys([*first, *seconds[seconds > 0].index])
     room = _WIDTH
-    fits = {}
+    fits = set()
     for name in filter(columns.__contains__, order):
-        room -= len(columns[name][0]) + 2
-        fits[name] = room >= 0
-    return {name: columns[name] for name in table if fits.get(name)}
+        width = len(columns[name][0]) + 2
+        if width <= room:
+            room -= width
+            fits.add(name)
+    return {name: columns[name] for name in table if name in fits}
 
 
 def _line(value):

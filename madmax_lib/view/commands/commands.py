@@ -211,6 +211,10 @@ def _calibrate(options):
 
     from madmax_lib.calibration.machine.calibrate import calibrate
 
+    if options.output.is_file():
+        raise ValueError(
+            f"output={str(options.output)!r} is a file; a folder is needed"
+        )
     if options.trace:
         return _calibrate_trace(options)
     if options.rows:

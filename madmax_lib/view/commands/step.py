@@ -30,7 +30,11 @@ _OF_RECIPE = (
 # columns of a search that are worth a terminal; the table has more
 _SEARCHED = ("plan", "changes", "stacks", "launched_s", "step_s", "low_s", "high_s")
 _SEARCHED += ("saves", "saves_low", "saves_high", "probability", "why", "limit")
-_SEARCHED += ("memory_bytes", "mfu", "tokens_per_s", "cost_usd", "energy_j")
+_SEARCHED += ("memory_bytes", "fits", "mfu", "tokens_per_s", "cost_usd", "energy_j")
+# those that a terminal shows first, of a search and of what beats a recipe
+_FOUND = ("plan", "launched_s", "step_s", "low_s", "high_s", "memory_bytes")
+_FOUND += ("probability", "mfu", "stacks")
+_BEATING = ("changes", "saves", "probability", "step_s", "fits", "plan", "mfu")
 
 
 def add(commands) -> None:
@@ -53,6 +57,11 @@ def run_of(options: Namespace) -> dict:
     if options.like:
         run["software"] = catalog.software(options.software or "own", options.like)
     return run
+
+
+def _sequence(options):
+    """Tokens of a sample, as asked for or the model's own."""
+    return options.sequence or catalog.model(options.model).sequence
 
 
 def _step(options):
@@ -112,8 +121,12 @@ def _estimate(options):
         f"{row.plan} needs {row.memory_bytes / 1e9:,.0f} GB of {room_gb:.0f} GB"
         for row in too_large.itertuples()
     ]
+    if "reason" in table:
+        illegal = table[table["reason"] != ""]
+        needs.extend(illegal["plan"] + ": " + illegal["reason"])
     about = {"fits": f"False: {'; '.join(needs)}"} if needs else {}
-    about |= {"global_batch": options.global_batch, "devices": cluster.world_size}
+    about |= {"global_batch": options.global_batch, "sequence": _sequence(options)}
+    about["devices"] = cluster.world_size
     about["software"] = used(step["software"], cluster)
     if options.network:
         about["assumed"] = (
@@ -138,7 +151,8 @@ def _search(options):
     asked["usd_per_hour"] = options.usd_per_hour
     result = planner.search(**_priced(options), **asked, like=recipe)
     names = ("best", "software", "evaluated", "feasible", "hint")
-    about = {name: getattr(result, name) for name in names} | {"columns": _COLUMNS}
+    about = {name: getattr(result, name) for name in names}
+    about |= {"sequence": _sequence(options), "columns": _COLUMNS}
     # plans that differ in how they split, as long as there are enough of them
     enough = options.top <= len(result.different)
     best = (result.different if enough else result.table).head(options.top)
@@ -146,9 +160,12 @@ def _search(options):
         best = result.beats
         about |= {"recipe": result.too_large} if result.too_large else {}
         about["columns"] = _OF_RECIPE
+    first = _BEATING if recipe else _FOUND
     columns = [name for name in _SEARCHED if name in best]
     # the file first: a failure to write it is no half answer
     if options.output:
         write_text(options.output, result.configuration() + "\n")
         about["configuration"] = options.output
-    return Answer(best[columns].dropna(axis=1, how="all"), about, inputs(options))
+    table = best[columns].dropna(axis=1, how="all")
+    brief = (name for name in about if name != "columns")
+    return Answer(table, about, inputs(options), brief=[*brief, *first])
