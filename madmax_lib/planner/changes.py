@@ -100,10 +100,10 @@ def with_recipe(case: Case, like) -> Case:
         except (FileNotFoundError, TypeError):
             raise no_plan from None
         plan = stated.plan
-        if apart := _sizes_apart(like, case.model):
+        if other_sizes := _differing_sizes(like, case.model):
             warnings.warn(
                 f"the recipe is of another model than {case.model.name}: "
-                f"{', '.join(apart)}; its plan alone is taken",
+                f"{', '.join(other_sizes)}; its plan alone is taken",
                 stacklevel=3,  # at the user's search
             )
         if software.name == "none":
@@ -116,7 +116,7 @@ def with_recipe(case: Case, like) -> Case:
     return replace(case, plan=plan, software=software)
 
 
-def _sizes_apart(like, model):
+def _differing_sizes(like, model):
     """Sizes of a model that a configuration states otherwise, in words."""
     from madmax_lib.plan_flags.text import source_of  # a wing
 

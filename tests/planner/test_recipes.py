@@ -91,6 +91,13 @@ def test_recipe_that_does_not_fit_was_run(model, like, slower, capsys):
     assert words in capsys.readouterr().out
 
 
+def test_recipe_of_another_model_is_said():
+    flags = "--num-layers 40 --hidden-size 4096 --bf16 --micro-batch-size 1"
+    words = "another model than llama3-8b: num-layers 40 for 32;"
+    with pytest.warns(UserWarning, match=words):
+        mm.search("llama3-8b", CLUSTER, 256, like=flags, **RUN)
+
+
 def test_recipe_in_the_words_of_a_framework():
     """Its plan, its stack, and what no search sets stays as it is."""
     flags = "--tensor-model-parallel-size 4 --use-distributed-optimizer --bf16"

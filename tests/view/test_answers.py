@@ -475,6 +475,19 @@ def test_a_search_has_dollars_of_this_year_alone(capsys, asked, status, priced):
             assert row["cost_usd"] == pytest.approx(cost_usd, rel=1e-3)
 
 
+def test_an_estimate_says_why_a_plan_has_no_time(capsys):
+    words = ["estimate", "llama2-70b", "dgx-a100", "--global-batch", "8"]
+    status, text = answered(capsys, *words, "dp8.z3.offload-all", "dp8.z3", "pp3")
+    assert status == 0
+    for said in (
+        "dp8.z3 needs",
+        "dp8.z3.offload-all does not fit",
+        "pp3: dp x tp",
+        "sequence: 4096",
+    ):
+        assert said in text
+
+
 @pytest.mark.filterwarnings("default")
 def test_warnings_are_in_the_envelope(tmp_path, capsys):
     trace = tmp_path / "trace.json"

@@ -231,21 +231,21 @@ def _row(job, devices, costs):
     case = job.case
     run = {"global_batch": batch, "sequence": case.sequence, "dtype": case.dtype}
     run["parameters"] = job.parameters
-    found = []
+    answers = []
     reasons = []
     for stack in job.stacks:
         try:
-            found.append(_best(job, cluster, run | {"software": stack}))
+            answers.append(_best(job, cluster, run | {"software": stack}))
         except ValueError as error:
             if not _NO_PLAN.search(str(error)):
                 raise
             reasons.append(str(error))
-    if not found and case.plan:  # that no stack is known to run: as of its case
-        found.append(_best(job, cluster, run | {"software": case.software}))
-    if not found:
+    if not answers and case.plan:  # that no stack is known to run: as of its case
+        answers.append(_best(job, cluster, run | {"software": case.software}))
+    if not answers:
         raise ValueError(reasons[0])
     # each stack's best is timed as that stack runs it
-    table, result = min(found, key=lambda best: best[0]["step_s"][0])
+    table, result = min(answers, key=lambda best: best[0]["step_s"][0])
     row = training(table, job.tokens, cluster, **costs).iloc[0].to_dict()
     ends = [f"{name}{end}" for name in AMOUNTS for end in ("", "_low", "_high")]
     names = ("plan", "stacks", "step_s", "low_s", "high_s", "mfu", *ends, "goodput")
