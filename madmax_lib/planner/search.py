@@ -181,11 +181,12 @@ def price_of(device: Device, usd_per_hour: float | None) -> float:
     if usd_per_hour is not None:
         return require_number("usd_per_hour", usd_per_hour)
     price = device.usd_per_hour
-    listed = catalog.devices().reindex([device.name]).iloc[0]
+    rows = catalog.table("devices").query("quantity == 'price'")
+    listed = rows[rows["name"] == device.name].tail(1)
     # a price of the caller's own device is no date of the catalog's
-    if price != listed["usd_per_hour"]:
+    if [price] != listed["value"].astype(float).tolist():
         return price
-    recent = f"{date.today().year}" in f"{listed['price_date']}"
+    recent = listed["date"].str.startswith(f"{date.today().year}").all()
     return price if recent else math.nan
 
 
