@@ -6,6 +6,7 @@ import argparse
 import gc
 import os
 import re
+import runpy
 import sys
 import warnings
 from importlib import import_module
@@ -164,14 +165,16 @@ def _run(options):
 
 
 def _site(options):
+    from madmax_lib.catalog import PROJECT
     from madmax_lib.view.notebooks.runner import notebooks
-    from madmax_lib.view.notebooks.site import write_site
 
+    # before anything runs: only a checkout has it
+    script = runpy.run_path(str(PROJECT / "docs" / "site.py"))
     paths = notebooks()
     build = _build()
     folder = _folder(options.output or build / "site")
     results = _execute(list(paths.values()), {"quick": True}, build, build / "figures")
-    print(write_site(results, folder))
+    print(script["write_site"](results, folder))
     return int(any(result.error for result in results))
 
 

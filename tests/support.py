@@ -14,6 +14,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from madmax_lib.calibration.judge.intervals import class_of
+from madmax_lib.calibration.verdict.accuracy import coverage
 from madmax_lib.catalog.datasets import dataset, local_data
 from madmax_lib.catalog.software import STACKS
 from madmax_lib.plan.case import Case
@@ -95,6 +97,17 @@ def cells(text: str, literal: bool = True) -> list[tuple]:
 
     lines = filter(None, map(str.strip, text.splitlines()))
     return [tuple(value(cell.strip()) for cell in line.split("|")) for line in lines]
+
+
+def coverage_by_class(table, reference=None) -> pd.DataFrame:
+    """Rows, share inside and median half-width of `coverage`: by class, and of all."""
+    rows = coverage(table, reference).assign(part=class_of(table))
+    parts = pd.concat([rows, rows.assign(part="all")]).groupby("part")
+    return parts.agg(
+        rows=("inside", "size"),
+        inside=("inside", "mean"),
+        half_width=("half_width", "median"),
+    )
 
 
 @contextmanager

@@ -11,7 +11,6 @@ from madmax_lib.view.explore.trace_explorer import TraceExplorer as TraceExplore
 from madmax_lib.view.explore.widgets import view_timeline as view_timeline
 from madmax_lib.view.notebooks.runner import run_notebook as run_notebook
 from madmax_lib.view.notebooks.setup import *
-from madmax_lib.view.notebooks.site import write_site as write_site
 from madmax_lib.view.plots.breakdown import (
     plot_breakdown as plot_breakdown,
     plot_exposed as plot_exposed,

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from shipped import beside, spread_of_both, unknown_rows, with_prior
-from support import local_or_skip
+from support import coverage_by_class, local_or_skip
 
 from madmax_lib import catalog
 from madmax_lib.calibration.fit import known_rows, slowness, usable
@@ -19,9 +19,7 @@ from madmax_lib.calibration.published.rows import to_steps
 from madmax_lib.calibration.verdict.accuracy import (
     baseline,
     coverage,
-    coverage_by_class,
     errors,
-    layout_ranks,
     score,
 )
 from madmax_lib.calibration.verdict.expect import VERDICTS
@@ -276,20 +274,34 @@ def test_a100_tables_of_megatron(rows):
     )  # 4.1 %
 
 
+def ranks_of(table):
+    """Spearman's correlation of a model's runs, and of the means of its layouts."""
+    heads = [case.model.heads for case in table["case"]]
+    table = table.astype({"measured_s": float}).assign(heads=heads)
+    layout = ["dp", "tp", "pp", "heads", "micro_batch", "global_batch", "dtype"]
+    times = ["measured_s", "predicted_s"]
+    means = table.groupby(["model", *layout])[times].mean().reset_index()
+    for part in (table, means):
+        by_model = part.groupby("model")
+        ranks = (
+            by_model[times].corr("spearman")["predicted_s"].xs("measured_s", level=1)
+        )
+        table = pd.DataFrame({"count": by_model.size(), "ranks": ranks})
+        yield table[means.groupby("model").size() >= 4]
+
+
 def test_bloom_layouts_are_ranked(rows, held_out):
     """Asked: 0.8 in each table. 181B misses it with every run counted; one layout
     differs by 7 % between days.
     """
-    ranks = layout_ranks(held_out[held_out["source"].str.contains("bigscience")])
-    assert ranks["layouts"].tolist() == [16, 10, 4] and ranks["rows"].tolist() == [
-        21,
-        10,
-        4,
-    ]
-    assert ranks["ranks"].tolist() == pytest.approx([0.73, 0.97, 0.8], abs=0.1)
-    assert ranks["layout_ranks"].tolist() == pytest.approx([0.81, 0.97, 0.8], abs=0.05)
-    fitted = layout_ranks(in_sample(rows[rows["source"].str.contains("bigscience")]))
-    assert fitted["layout_ranks"].min() > 0.74  # 0.79
+    of_bloom = held_out["source"].str.contains("bigscience")
+    runs, layouts = ranks_of(held_out[of_bloom])
+    assert runs["count"].tolist() == [21, 10, 4]
+    assert layouts["count"].tolist() == [16, 10, 4]
+    assert runs["ranks"].tolist() == pytest.approx([0.73, 0.97, 0.8], abs=0.1)
+    assert layouts["ranks"].tolist() == pytest.approx([0.81, 0.97, 0.8], abs=0.05)
+    _, fitted = ranks_of(in_sample(rows[rows["source"].str.contains("bigscience")]))
+    assert fitted["ranks"].min() > 0.74  # 0.79
 
 
 def test_folds_keep_source_and_model_together_and_stay_as_good_as_they_are(

@@ -500,7 +500,7 @@ def test_public_names_have_users():
         *PACKAGE.rglob("*.py"),
         PROJECT / "README.md",
         PROJECT / "CONTRIBUTING.md",
-        *PROJECT.glob("docs/*.md"),
+        *PROJECT.glob("docs/*.*"),
     ]
     users += [
         path

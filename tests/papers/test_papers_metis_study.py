@@ -6,8 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from madmax_lib.papers.metis import generate_profiles, plots, studies as study
-from madmax_lib.view.drawing import figure_data
+from madmax_lib.papers.metis import generate_profiles, studies as study
 
 
 @pytest.fixture(scope="module")
@@ -46,26 +45,6 @@ def test_published_tables():
     found["first_loss"] = of_run["loss"].first().round(3)
     found["last_loss"] = of_run["loss"].last().round(3)
     pd.testing.assert_frame_equal(found, expected, check_exact=False)
-
-
-def test_loss_is_drawn_over_the_time_of_the_run():
-    table = figure_data(plots.plot_loss(study.published("training")))
-    last = table.groupby("strategy").last()
-    assert last["time_s"].round(1).to_dict() == {"DP": 8241.5, "TP": 11765.8}
-    # pandas' weights of the last two iterations: 1 and 0.9, over their sum
-    first, second = table["loss"][:2]
-    assert table["smooth"][1] == pytest.approx((0.9 * first + second) / 1.9)
-
-
-def test_search_times_of_both_sources_are_drawn():
-    tables = study.published("search_time"), study.published("table1")
-    table = figure_data(plots.plot_search_time(*tables))
-    assert table["mode"].value_counts().to_dict() == {
-        "figure 1": 5,
-        "base": 4,
-        "strategy": 4,
-    }
-    assert table["search_s"].max() == 38527
 
 
 def test_messages_follow_from_the_sizes_of_the_model():

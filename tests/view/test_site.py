@@ -3,6 +3,7 @@ the machine.
 """
 
 import re
+import runpy
 from base64 import b64encode
 from pathlib import Path
 
@@ -12,8 +13,9 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 
 from madmax_lib.catalog.datasets import PROJECT
 from madmax_lib.view.notebooks.page import Result
-from madmax_lib.view.notebooks.site import notebook_page, write_site
+from madmax_lib.view.notebooks.site import notebook_page
 
+write_site = runpy.run_path(str(PROJECT / "docs" / "site.py"))["write_site"]
 PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg=="
 SVG = "<svg></svg>"
 DOCS = {path.stem for path in (PROJECT / "docs").glob("[a-z]*.md")}

@@ -37,14 +37,9 @@ from madmax_lib.calibration.machine.machine import Machine, fit_constants
 from madmax_lib.calibration.trace import fit_timeline, slowest_stage, step_seconds
 from madmax_lib.calibration.trace_checks import fit_notes
 from madmax_lib.catalog.models import Cluster, Device, Link, Transformer
-from madmax_lib.plan.case import Case
-from madmax_lib.plan.plan import Plan
-from madmax_lib.simulator.estimate import estimate
-from madmax_lib.simulator.rates.parameters import shipped
-from madmax_lib.simulator.simulate import simulate
-from madmax_lib.simulator.steady.step_time import PARTS
-from madmax_lib.timeline.accounting import breakdown
-from madmax_lib.timeline.timeline import Timeline
+from madmax_lib.plan import Case, Plan
+from madmax_lib.simulator import PARTS, estimate, shipped, simulate
+from madmax_lib.timeline import Timeline, breakdown
 from madmax_lib.traces.comm.collectives import calls
 from madmax_lib.traces.operators.ops import operator_calls, operators
 

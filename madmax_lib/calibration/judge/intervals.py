@@ -52,10 +52,15 @@ from madmax_lib.calibration.published.rows import (
     to_table,
 )
 from madmax_lib.calibration.scale import scaled
+from madmax_lib.simulator import (
+    Parameters,
+    bounds,
+    peak_bytes,
+    shipped,
+    step_time,
+    usable_bytes,
+)
 from madmax_lib.simulator.costs.inputs import Steps
-from madmax_lib.simulator.memory.memory import peak_bytes, usable_bytes
-from madmax_lib.simulator.rates.parameters import Parameters, bounds, shipped
-from madmax_lib.simulator.steady.step_time import step_time
 from madmax_lib.simulator.uncertainty import (
     COMPONENTS,
     components,

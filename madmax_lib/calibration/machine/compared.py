@@ -12,9 +12,7 @@ from madmax_lib.calibration.trace import kernel_seconds
 from madmax_lib.plan.case import Case
 from madmax_lib.runs.read import Run
 from madmax_lib.runs.spec import RunSpec
-from madmax_lib.simulator.estimate import estimate
-from madmax_lib.simulator.memory.memory import memory, peak_bytes
-from madmax_lib.simulator.simulate import simulate
+from madmax_lib.simulator import estimate, memory, peak_bytes, simulate
 from madmax_lib.timeline.accounting import breakdown
 from madmax_lib.traces.read.kineto import read_trace
 

@@ -14,8 +14,7 @@ from itertools import pairwise, product
 import pandas as pd
 
 from madmax_lib.catalog.software import OVERLAPS
-from madmax_lib.plan.case import Case
-from madmax_lib.plan.plan import Plan
+from madmax_lib.plan import Case, Plan
 from madmax_lib.plan.stated import (
     count_of,
     habits_of,

@@ -17,9 +17,8 @@ from madmax_lib import catalog
 from madmax_lib.calibration.published.row_plans import cases_of, devices_of
 from madmax_lib.calibration.published.run_rows import run_rows
 from madmax_lib.catalog.software import OVERLAPS
-from madmax_lib.plan.case import Case
+from madmax_lib.plan import Case, Plan
 from madmax_lib.plan.legal import legal
-from madmax_lib.plan.plan import Plan
 from madmax_lib.plan.rules import SOFTWARE, enforce
 from madmax_lib.plan.stated import (
     completed,

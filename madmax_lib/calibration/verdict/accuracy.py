@@ -1,20 +1,15 @@
 """Accuracy of the model on rows that its fit has not seen: errors by kind and source,
-coverage of the intervals, ranks of layouts, and a baseline.
+coverage of the intervals, and a baseline.
 """
 
 from collections.abc import Callable
 
 import numpy as np
 import pandas as pd
-from scipy.stats import spearmanr
 
 from madmax_lib.calibration.judge.intervals import class_of, spread
 from madmax_lib.calibration.published.rows import flops_and_peaks
 from madmax_lib.simulator.uncertainty import width_of
-
-# runs of one layout agree in these columns of a normalised row
-_LAYOUT = ["dp", "tp", "pp", "heads", "micro_batch", "global_batch", "dtype"]
-_FEWEST_LAYOUTS = 4  # of a model; ranks of fewer say nothing
 
 
 def baseline(rows: pd.DataFrame, fold: np.ndarray | None = None) -> np.ndarray:
@@ -50,7 +45,11 @@ def errors(table: pd.DataFrame, by: str | list[str]) -> pd.DataFrame:
     """
     absolute = np.abs(np.expm1(-table["log_error"].astype(float)))
     groups = table.assign(absolute=absolute).groupby(by)
-    result = groups["absolute"].agg(rows="size", mape="mean", median="median")
+    result = groups["absolute"].agg(
+        rows="size",
+        mape="mean",
+        median="median",
+    )
     # the sign of the error, which the absolute ones hide
     result.insert(1, "bias", groups["log_error"].median())
     result.attrs.update(table.attrs)
@@ -67,28 +66,6 @@ def score(table: pd.DataFrame) -> dict[str, float]:
     }
 
 
-def layout_ranks(table: pd.DataFrame) -> pd.DataFrame:
-    """Spearman's correlation of predicted and measured layouts, by model of `folds`.
-
-    Columns rows and ranks (every run counts), layouts and layout_ranks (runs of one
-    layout, such as those of different days, count as their mean). Models with less than
-    four layouts are left out.
-    """
-    heads = [case.model.heads for case in table["case"]]
-    table = table.assign(measured_s=table["measured_s"].astype(float), heads=heads)
-    rows = {}
-    for model, runs in table.groupby("model"):
-        means = runs.groupby(_LAYOUT)[["measured_s", "predicted_s"]].mean()
-        of_runs, of_means = (
-            spearmanr(part["measured_s"], part["predicted_s"]).statistic
-            for part in (runs, means)
-        )
-        rows[model] = (len(runs), of_runs, len(means), of_means)
-    columns = ["rows", "ranks", "layouts", "layout_ranks"]
-    result = pd.DataFrame.from_dict(rows, orient="index", columns=columns)
-    return result[result["layouts"] >= _FEWEST_LAYOUTS]
-
-
 def coverage(
     table: pd.DataFrame,
     reference: pd.DataFrame | None = None,
@@ -101,7 +78,8 @@ def coverage(
     sizes_of, a function of these rows and the source. Columns inside and half_width (of
     the interval over the prediction).
     """
-    reference = table if reference is None else reference
+    if reference is None:
+        reference = table
     width = np.zeros(len(table))
     for source in pd.unique(table["repository"]):
         out = (table["repository"] == source).to_numpy()
@@ -113,19 +91,3 @@ def coverage(
     # the interval goes from exp(-w) to exp(w): half of it is sinh(w)
     columns = {"inside": inside, "half_width": np.sinh(width)}
     return pd.DataFrame(columns, index=table.index)
-
-
-def coverage_by_class(
-    table: pd.DataFrame, reference: pd.DataFrame | None = None
-) -> pd.DataFrame:
-    """Rows, share inside and median half-width of `coverage`: dense, mixture and all."""
-    rows = coverage(table, reference)
-    classes = class_of(table)
-    parts = {name: rows[classes == name] for name in ("dense", "mixture")}
-    parts["all"] = rows
-    values = {
-        name: (len(part), part["inside"].mean(), part["half_width"].median())
-        for name, part in parts.items()
-    }
-    columns = ["rows", "inside", "half_width"]
-    return pd.DataFrame.from_dict(values, orient="index", columns=columns)

@@ -34,10 +34,8 @@ from madmax_lib.calibration.verdict.explain import (
     parts_of,
     timed_s,
 )
-from madmax_lib.catalog.models import DLRM, Cluster, Model
-from madmax_lib.catalog.software import Software
-from madmax_lib.plan.case import Case
-from madmax_lib.plan.plan import Plan
+from madmax_lib.catalog import DLRM, Cluster, Model, Software
+from madmax_lib.plan import Case, Plan
 from madmax_lib.plan.rules import enforce, rules_of
 from madmax_lib.simulator.rates.parameters import (
     Parameters,

@@ -13,12 +13,10 @@ from functools import lru_cache
 import pandas as pd
 
 from madmax_lib import catalog
-from madmax_lib.plan.case import Case
-from madmax_lib.plan.plan import Plan
+from madmax_lib.plan import Case, Plan
 from madmax_lib.plan.stated import machine_of, model_of, number_of, software_of
 from madmax_lib.simulator.simulate import simulate
-from madmax_lib.timeline.accounting import breakdown
-from madmax_lib.timeline.timeline import with_origin
+from madmax_lib.timeline import breakdown, with_origin
 
 _FAST = 1e6  # times the bandwidth of links beside which compute is alone
 

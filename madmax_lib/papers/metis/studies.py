@@ -12,7 +12,7 @@ import pandas as pd
 
 from madmax_lib.papers.metis.generate import generate_profiles
 from madmax_lib.papers.metis.walk import MetisResult, search
-from madmax_lib.papers.origin import read_table
+from madmax_lib.papers.origin import read_table, with_origin
 from madmax_lib.planner.hetero import Node
 
 # The release leaves the order of GPU types undefined; the best cost follows from it.
@@ -22,13 +22,16 @@ _LIMIT = 128  # of permuted groups, tp and batch: never reached in the table
 # Likewise the profile listed first: the report's numbers are those of any A100 with
 # tp and batch of 4 and more.
 _MODEL_PROFILE = "A100_tp4_bs4"
+_RULES = "Metis as released"
+_INPUTS = ("metis/profiles", "metis/table1")
 
 
 def published(name: str) -> pd.DataFrame:
     """A table of the report, with its source: "table1", "search_time" (figure 1),
     "dp_tp" or "training" (figure 3, in short and by iteration).
     """
-    return read_table(f"metis/{name}").copy()
+    file = f"metis/{name}"
+    return with_origin(read_table(file).copy(), file, rules=_RULES)
 
 
 def nodes_of(gpus: int) -> list[Node]:
@@ -98,7 +101,7 @@ def run_rows(rows: Iterable[int]) -> pd.DataFrame:
                 "our_search_ms": 1e3 * result.seconds,
             }
             runs.append(row | ours)
-    return pd.DataFrame(runs)
+    return with_origin(pd.DataFrame(runs), *_INPUTS, rules=_RULES)
 
 
 def table1_errors(runs: pd.DataFrame) -> pd.DataFrame:

@@ -26,9 +26,8 @@ from madmax_lib.plan.plan import Plan, plans_of
 from madmax_lib.planner.search import search
 from madmax_lib.planner.space import Space
 from madmax_lib.planner.tuner.surrogate import Candidates, beliefs
-from madmax_lib.simulator import Parameters, estimate, shipped, usable_bytes
+from madmax_lib.simulator import PARTS, Parameters, estimate, shipped, usable_bytes
 from madmax_lib.simulator.rates.parameters import constants_of
-from madmax_lib.simulator.steady.step_time import PARTS
 
 _TOP = 500  # plans of a search to choose from
 # log of room over need, of a plan whose states leave the device until it fits

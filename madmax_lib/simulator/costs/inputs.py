@@ -16,8 +16,7 @@ import numpy as np
 
 from madmax_lib.catalog.hardware import Device
 from madmax_lib.catalog.kernel_rates import kernel_rates
-from madmax_lib.plan.case import Case
-from madmax_lib.plan.columns import Plans
+from madmax_lib.plan import Case, Plans
 from madmax_lib.simulator.costs.rows import map_leaves
 from madmax_lib.simulator.layers.work import Shape, Work
 from madmax_lib.simulator.rates.compute import Number

@@ -6,8 +6,6 @@ cache), in parallel where that pays, and put together. `hta_compatible=True` fol
 0.5.0: rows by stream, its kernel kinds, rounding and last-step rule.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace

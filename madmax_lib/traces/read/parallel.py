@@ -4,8 +4,6 @@ A pool is bounded by cores and memory. A file that fails, or whose process dies,
 its own rank only.
 """
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os
