@@ -98,13 +98,11 @@ def search(
         *(sequence, dtype, software, imbalance, jitter),
     )
     check_case(case)
-    launched = "a stack must launch it"
     if like is not None:
         from madmax_lib.planner.changes import space_of, with_recipe  # a wing
 
         case = with_recipe(case, like)
         space = space or space_of(case.plan)
-        launched += f", in at most {_CHANGES} changes"
     stacks = stacks_of(case)
     if len(stacks) == 1:
         # memory and time are then those of the one stack that may launch a plan
@@ -127,15 +125,7 @@ def search(
         raise ValueError(
             f"shard={shard} is not one of 0 to {shards - 1} (shards={shards})"
         )
-    degrees, dropped = legal_degrees(problem.space, case)
-    if not degrees:
-        reasons = "; ".join(
-            f"{rule} ({count} dropped)" for rule, count in dropped.most_common()
-        )
-        raise ValueError(
-            f"no layout of {case.model.name} on {case.cluster.world_size} devices: "
-            f"{reasons}"
-        )
+    degrees, dropped = _degrees_of(problem)
     # every so-many-th of the degrees: neighbours hold plans of about equal number
     part = degrees[shard::shards]
     result, complete = run_parts(problem, part, client, progress)
@@ -146,33 +136,59 @@ def search(
     # a shard may hold nothing that fits, and so may what an interruption left
     if complete and not result.feasible and shards == 1:
         raise ValueError(_nothing_fits(problem, result))
+    answer = _answer(problem, result, dropped, complete)
+    if like is not None:
+        from madmax_lib.planner.beats import beats  # a wing
+
+        answer = replace(answer, beats=beats(problem, degrees))
+    return replace(answer, seconds=time.perf_counter() - start_s)
+
+
+def _degrees_of(problem):
+    """Degrees of a problem's space, and how many each rule drops. Raises ValueError
+    where none is left.
+    """
+    case = problem.case
+    degrees, dropped = legal_degrees(problem.space, case)
+    if not degrees:
+        reasons = "; ".join(
+            f"{rule} ({count} dropped)" for rule, count in dropped.most_common()
+        )
+        raise ValueError(
+            f"no layout of {case.model.name} on {case.cluster.world_size} devices: "
+            f"{reasons}"
+        )
+    return degrees, dropped
+
+
+def _answer(problem, result, dropped, complete):
+    """The plans that were found, and what the rules have dropped."""
+    launched = "a stack must launch it"
+    if problem.changes:
+        launched += f", in at most {problem.changes} changes"
     # layouts are dropped by rules of the book, plans by what launches and holds them
     rules = [(rule, count, "layouts") for rule, count in sorted(dropped.items())]
     rules.append((launched, result.unlaunched, "plans"))
     rules.append(("must fit in memory", result.evaluated - result.feasible, "plans"))
-    table = front = ways = rivals = pd.DataFrame()
+    table = front = ways = pd.DataFrame()
     if result.feasible:
         # energy and memory are of the usual software
-        if case.software.name == "none" and objective in ("time", "cost"):
+        is_open = problem.case.software.name == "none"
+        if is_open and problem.objective in ("time", "cost"):
             result = in_launched_order(problem, result)
         table = described(problem, result.table).table
         front = described(problem, result.front).table
         ways = different(problem, result.layouts)
-    if like is not None:
-        from madmax_lib.planner.beats import beats  # a wing
-
-        rivals = beats(problem, degrees)
     return SearchResult(
         table,
         front,
         ways,
         result.evaluated,
         result.feasible,
-        time.perf_counter() - start_s,
+        0.0,  # seconds, when it ends
         pd.DataFrame(rules, columns=["rule", "count", "of"]),
         problem,
         complete,
-        rivals,
     )
 
 
