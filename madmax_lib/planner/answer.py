@@ -24,6 +24,7 @@ from madmax_lib.planner.evaluate import (
     Columns,
     PartialResult,
     SearchProblem,
+    front_of,
     launched_by,
 )
 from madmax_lib.planner.hint import hint
@@ -45,6 +46,7 @@ _LAYER_PARTS = ["gemm_s", "attention_s", "pointwise_s"]
 # columns of the notebook's table
 _COLUMNS = [
     "plan",
+    "launched_s",
     "step_s",
     "low_s",
     "high_s",
@@ -286,14 +288,18 @@ def described(problem: SearchProblem, columns: Columns) -> Described:
 
 
 def in_launched_order(problem: SearchProblem, result: PartialResult) -> PartialResult:
-    """The same plans in order of the time that their first stacks take."""
-    parts = map(pd.DataFrame, (result.table, result.layouts))
+    """The same plans in order of the time that their first stacks take, and those of
+    them that no other one beats in it and memory.
+    """
+    parts = map(pd.DataFrame, (result.table, result.layouts, result.front))
     rows = pd.concat(parts, ignore_index=True)
     seconds = described(problem, dict(rows)).table["launched_s"]
+    at = front_of(*map(np.asarray, (seconds, rows["memory_bytes"], ~seconds.isna())))
+    front = rows.loc[at]
     rows = rows.loc[seconds.sort_values(kind="stable").index]
     table = rows.drop_duplicates(["step_s", "memory_bytes"]).head(problem.top)
     layouts = rows.drop_duplicates(list(LAYOUT_KEY)).head(MOST_LAYOUTS)
-    return replace(result, table=dict(table), layouts=dict(layouts))
+    return replace(result, table=dict(table), layouts=dict(layouts), front=dict(front))
 
 
 def _launched_s(case, stacks, problem):

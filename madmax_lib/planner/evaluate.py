@@ -128,7 +128,7 @@ def merged(problem: SearchProblem, parts: Sequence[PartialResult]) -> PartialRes
         first = _first_of_ties(slice(None), table["step_s"], table["memory_bytes"])
         table = _rows(table, first[: problem.top])
         anywhere = np.ones(len(front["step_s"]), bool)
-        front = _rows(front, _front(front["step_s"], front["memory_bytes"], anywhere))
+        front = _rows(front, front_of(front["step_s"], front["memory_bytes"], anywhere))
         layouts = _rows(layouts, slice(MOST_LAYOUTS))
     counts = (
         sum(getattr(part, name) for part in parts)
@@ -262,7 +262,7 @@ def _evaluate_block(problem, plans, position, masks, skipped):
     values["position"] = position
     return PartialResult(
         _columns(plans, values, best),
-        _columns(plans, values, _front(times, memory, fits)),
+        _columns(plans, values, front_of(times, memory, fits)),
         _columns(plans, values, layouts),
         **counts,
     )
@@ -355,7 +355,7 @@ def _first_of_ties(order, times, sizes):
     return np.sort(first)  # unique gave them by value
 
 
-def _front(step_s, memory, fits):
+def front_of(step_s, memory, fits):
     """Flat positions of feasible plans that no other one beats in time and memory."""
     times = step_s.ravel()
     sizes = memory.ravel()

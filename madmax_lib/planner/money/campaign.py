@@ -205,7 +205,11 @@ class _Job:
         tokens = 2**22 if self.flops <= _LARGE else 2**24
         samples = max(tokens // self.case.sequence, 1)
         low, high = (1 - _NEAR) * samples, (1 + _NEAR) * samples
-        near = np.arange(np.ceil(low), high + 1e-9, dtype=np.int64)
+        plan = self.case.plan
+        unit = plan.dp * plan.micro_batch if plan else 1
+        near = unit * np.arange(np.ceil(low / unit), high / unit + 1e-9, dtype=np.int64)
+        if not len(near):  # none that the plan divides is so near
+            near = np.array([unit * max(round(samples / unit), 1)])
         # lexsort's last key counts most
         left = _odd(devices // np.gcd(devices, near))
         order = np.lexsort((abs(near - samples), _odd(near), left))

@@ -46,6 +46,11 @@ def add(commands) -> None:
 def _fits(options):
     result = simulator.fits(**_step(options), plan=options.plan)
     summary = {"fits": result.fits, "bound": result.bound}
+    # parts of a place do not all exist at one moment
+    summary["peak_bytes"] = {
+        row.place: row.usable_bytes - row.margin_bytes
+        for row in result.table.drop_duplicates("place").itertuples()
+    }
     summary |= {"margin_bytes": result.margins_bytes, "share": result.share}
     # a step that does not fit is a failed gate: status 1
     return Answer(result.table, summary, inputs(options), result.fits)
@@ -59,9 +64,13 @@ def run_of(options: Namespace) -> dict:
     return run
 
 
-def _sequence(options):
-    """Tokens of a sample, as asked for or the model's own."""
-    return options.sequence or catalog.model(options.model).sequence
+def _model(options):
+    """The model asked for, one of those that `madmax train` alone knows too."""
+    if options.model in set(catalog.table("run_models")["name"]):
+        from madmax_lib.runs.model import models
+
+        return models.spec(options.model)
+    return catalog.model(options.model)
 
 
 def _step(options):
@@ -69,7 +78,7 @@ def _step(options):
     extent = (options.nodes, options.devices)
     if not options.network:
         cluster = catalog.cluster(options.cluster, *extent)
-        return {"model": options.model, "cluster": cluster, **run_of(options)}
+        return {"model": _model(options), "cluster": cluster, **run_of(options)}
     cluster = catalog.cluster(options.cluster)
     used, nodes = node_extent(
         cluster.name, (cluster.devices_per_node, cluster.nodes), *extent
@@ -77,7 +86,7 @@ def _step(options):
     # the devices of a node share its port
     link = Link("ethernet", bits_per_s(options.network) / 8 / used)
     cluster = replace(cluster, inter=link, devices_per_node=used, nodes=nodes)
-    return {"model": options.model, "cluster": cluster, **run_of(options)}
+    return {"model": _model(options), "cluster": cluster, **run_of(options)}
 
 
 def _priced(options):
@@ -125,7 +134,8 @@ def _estimate(options):
         illegal = table[table["reason"] != ""]
         needs.extend(illegal["plan"] + ": " + illegal["reason"])
     about = {"fits": f"False: {'; '.join(needs)}"} if needs else {}
-    about |= {"global_batch": options.global_batch, "sequence": _sequence(options)}
+    sequence = options.sequence or step["model"].sequence
+    about |= {"global_batch": options.global_batch, "sequence": sequence}
     about["devices"] = cluster.world_size
     about["software"] = used(step["software"], cluster)
     if options.network:
@@ -149,10 +159,12 @@ def _search(options):
     # no bar: it would mix with what a program reads
     asked = {"objective": options.objective, "top": options.top, "progress": False}
     asked["usd_per_hour"] = options.usd_per_hour
-    result = planner.search(**_priced(options), **asked, like=recipe)
+    step = _priced(options)
+    result = planner.search(**step, **asked, like=recipe)
     names = ("best", "software", "evaluated", "feasible", "hint")
     about = {name: getattr(result, name) for name in names}
-    about |= {"sequence": _sequence(options), "columns": _COLUMNS}
+    sequence = options.sequence or step["model"].sequence
+    about |= {"sequence": sequence, "columns": _COLUMNS}
     # plans that differ in how they split, as long as there are enough of them
     enough = options.top <= len(result.different)
     best = (result.different if enough else result.table).head(options.top)
