@@ -30,8 +30,15 @@ def main(arguments: list[str] | None = None) -> int:
         # of the time of a short one
         gc.set_threshold(100_000)
     options = None
+    status = 0
     try:
-        options = _parser(arguments).parse_args(arguments)
+        options, left = _parser(arguments).parse_known_args(arguments)
+        # traces may stand on both sides of an option, as in `compare A --gate 3% B`
+        flags = [text for text in left if text.startswith("-")]
+        if flags or (left and "traces" not in options):
+            options.parser.error(f"unrecognized arguments: {' '.join(left)}")
+        if left:
+            options.traces += left
         with warnings.catch_warnings():
             if not is_recorded:
                 warnings.showwarning = _shown_once()
@@ -41,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:  # `| head` has read what it wants
         # else Python complains once more when it closes standard output
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return status
     except (OSError, ValueError, ImportError) as error:
         line = error_line(error, options.parser) if options else error
         print(f"madmax: {line}", file=sys.stderr)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pandas as pd
 
 from madmax_lib.base.fields import require_int, require_type
-from madmax_lib.catalog.models import Transformer
+from madmax_lib.catalog.models import Model, Transformer
 from madmax_lib.catalog.tables import model as model_of, table
 
 
@@ -56,7 +56,7 @@ def conventions() -> pd.DataFrame:
 
 
 def flops(
-    model: Transformer | str,
+    model: Model | str,
     *,
     sequence: int | None = None,
     convention: str = "model",

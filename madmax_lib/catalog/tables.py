@@ -310,11 +310,14 @@ def _rows(what, name):
     near += difflib.get_close_matches(plain, names, n=6, cutoff=0.0)
     nearest = [*dict.fromkeys(names[key] for key in near)][:3]
     way_out = (
-        f"add it to {_file_of(what)}.csv in the folder {USER_FOLDER}, or pass a {title} "
-        "of your own"
+        f"add it to {_file_of(what)}.csv in the folder {USER_FOLDER}, or in Python pass "
+        f"a {title} of your own"
     )
     if what == "model":
-        way_out += "; mm.RunSpec(model=...).shapes has those that only runs know"
+        way_out = (
+            f"give its Hugging Face config.json, or {way_out}; "
+            "mm.RunSpec(model=...).shapes has those that only runs know"
+        )
     if (calibrated := Path(name, "machine.json")).is_file():
         way_out = f"the machine calibrated there is {calibrated}"
     raise ValueError(

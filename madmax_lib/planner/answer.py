@@ -18,10 +18,19 @@ import pandas as pd
 from madmax_lib import catalog
 from madmax_lib.base.fields import require_int
 from madmax_lib.plan import Plan, Plans
-from madmax_lib.planner.evaluate import Columns, SearchProblem, launched_by
+from madmax_lib.planner.evaluate import (
+    LAYOUT_KEY,
+    MOST_LAYOUTS,
+    Columns,
+    PartialResult,
+    SearchProblem,
+    front_of,
+    launched_by,
+)
 from madmax_lib.planner.hint import hint
 from madmax_lib.planner.space import SEARCHED, fixed_fields, plan_of
 from madmax_lib.simulator.costs.inputs import Steps
+from madmax_lib.simulator.memory.memory import usable_bytes
 from madmax_lib.simulator.power import device_energy_j
 from madmax_lib.simulator.steady.step_time import PARTS, step_s, step_time
 from madmax_lib.simulator.uncertainty import log_width, shared_errors
@@ -37,6 +46,7 @@ _LAYER_PARTS = ["gemm_s", "attention_s", "pointwise_s"]
 # columns of the notebook's table
 _COLUMNS = [
     "plan",
+    "launched_s",
     "step_s",
     "low_s",
     "high_s",
@@ -59,8 +69,9 @@ class SearchResult:
     table: the best `top` plans, those of equal time and memory as one, with plan (its
         text), stacks (software that launches it), the fields of Plan, step_s, low_s and
         high_s (90 % interval), launched_s (as the first of stacks, where none was
-        named), memory_bytes (of the fullest device), mfu, tokens_per_s, cost_usd (per
-        step, NaN without a price), energy_j (all devices) and ties (plans as good).
+        named: times and costs then go in its order), memory_bytes (of the fullest
+        device), mfu, tokens_per_s, cost_usd (per step, as launched; NaN without a
+        price), energy_j (all devices).
     pareto: plans that no other one beats in time and memory, same columns.
     different: the best of each way to split the model (tp, cp, pp, ep, ZeRO stage,
         recompute), ten of them: same columns, and probability (of being the fastest of
@@ -135,8 +146,20 @@ class SearchResult:
             return f"{name}: only plans it launches, timed with its overlaps"
         stacks = ", ".join(stack.name for stack in self.problem.stacks)
         return (
-            f"none named: plans that {stacks} can launch, ranked as under tuned "
-            "Megatron-Core; launched_s: under its first stack"
+            f"none named: plans that {stacks} can launch, ranked by launched_s, the step "
+            "under the first stack of each; step_s: under tuned Megatron-Core"
+        )
+
+    @property
+    def too_large(self) -> str:
+        """Memory of a recipe, by our count, that does not fit; else empty."""
+        if not len(self.beats) or self.beats["fits"].iloc[0]:
+            return ""
+        device = self.problem.case.cluster.device
+        needed_gb = self.beats["memory_bytes"].iloc[0] / 1e9
+        return (
+            f"counted at {needed_gb:.1f} GB the recipe does not fit: {device.name} has "
+            f"{usable_bytes(device) / 1e9:.1f} GB; what fits comes first, faster or not"
         )
 
     @cached_property
@@ -168,12 +191,15 @@ class SearchResult:
             f"{best.memory_bytes / 1e9:.0f} GB, {best.stacks}",
             f"why: {ten['why'].iloc[0]}; limit: {ten['limit'].iloc[0]}",
         ]
+        if "launched_s" in best:
+            lines[1] += f"; {best.launched_s:.3g} s as the first of these"
         if ten["probability"].notna().all():
             chances = ", ".join(
                 f"{row.plan} {row.probability:.0%}" for row in ten[:3].itertuples()
             )
             close = _CLOSE if ten["probability"].iloc[0] < 0.5 else ""
             lines.append(f"probability to be the fastest: {chances}{close}")
+        lines += filter(None, [self.too_large])
         for row in self.beats[1:].drop_duplicates("count").itertuples():
             lines.append(
                 f"{row.changes}: saves {row.saves:.0%} of the recipe's step (90 %: "
@@ -240,6 +266,7 @@ def described(problem: SearchProblem, columns: Columns) -> Described:
     left = table.loc[:, :"step_s"]
     if case.software.name == "none":
         left = left.assign(launched_s=_launched_s(case, stacks, problem))
+        table["cost_usd"] *= left["launched_s"] / seconds
     left = left.assign(low_s=seconds / factor, high_s=seconds * factor)
     table = pd.concat([left, table.loc[:, "memory_bytes":]], axis=1)
     device = case.cluster.device
@@ -260,6 +287,21 @@ def described(problem: SearchProblem, columns: Columns) -> Described:
     return Described(table, steps, times)
 
 
+def in_launched_order(problem: SearchProblem, result: PartialResult) -> PartialResult:
+    """The same plans in order of the time that their first stacks take, and those of
+    them that no other one beats in it and memory.
+    """
+    parts = map(pd.DataFrame, (result.table, result.layouts, result.front))
+    rows = pd.concat(parts, ignore_index=True)
+    seconds = described(problem, dict(rows)).table["launched_s"]
+    at = front_of(*map(np.asarray, (seconds, rows["memory_bytes"], ~seconds.isna())))
+    front = rows.loc[at]
+    rows = rows.loc[seconds.sort_values(kind="stable").index]
+    table = rows.drop_duplicates(["step_s", "memory_bytes"]).head(problem.top)
+    layouts = rows.drop_duplicates(list(LAYOUT_KEY)).head(MOST_LAYOUTS)
+    return replace(result, table=dict(table), layouts=dict(layouts), front=dict(front))
+
+
 def _launched_s(case, stacks, problem):
     """Seconds of each plan of a case as the first of its stacks."""
     seconds = np.full(len(stacks), np.nan)
@@ -277,7 +319,7 @@ def different(problem: SearchProblem, columns: Columns) -> pd.DataFrame:
     plans = described(problem, columns)
     seconds = parts_in_words(plans)
     chances = _chances(plans, problem)
-    table = plans.table.drop(columns="ties").assign(probability=chances)
+    table = plans.table.assign(probability=chances)
     return table.head(_MOST_DIFFERENT).assign(
         why=_reasons(seconds), limit=_limits(seconds.head(_MOST_DIFFERENT))
     )
@@ -327,7 +369,8 @@ def _chances(plans, problem):
     # correlated errors are the root of their covariance times independent ones
     root = np.linalg.cholesky(covariance)
     errors = np.random.default_rng(0).standard_normal((_DRAWS, count)) @ root.T
-    fastest = np.argmin(np.log(plans.times["step_s"]) + errors, axis=1)
+    seconds = plans.table.get("launched_s", plans.times["step_s"])
+    fastest = np.argmin(np.asarray(np.log(seconds)) + errors, axis=1)
     return np.bincount(fastest, minlength=count) / _DRAWS
 
 

@@ -20,7 +20,7 @@ from madmax_lib.planner.changes import changes, in_words
 from madmax_lib.planner.evaluate import SearchProblem, evaluate
 from madmax_lib.planner.space import SEARCHED, Degrees
 from madmax_lib.simulator.costs.inputs import Steps
-from madmax_lib.simulator.memory.memory import plans_peak_bytes
+from madmax_lib.simulator.memory.memory import plans_peak_bytes, usable_bytes
 from madmax_lib.simulator.steady.step_time import step_s
 
 _KEPT = 5  # sets of changes of each number
@@ -29,30 +29,45 @@ _SIGMAS = 1.645  # half-width of a 90 % interval in standard deviations
 
 def beats(problem: SearchProblem, degrees: list[Degrees]) -> pd.DataFrame:
     """The recipe, which is the plan of the problem's case, and what is faster than it,
-    best first: up to five sets of changes of each number.
+    best first: up to five sets of changes of each number. If it does not fit by our
+    count, what fits comes first, faster or not.
 
-    Columns of a search's table, and changes (in words), count, saves (share of the
-    recipe's step) with saves_low and saves_high (90 %), probability (of being faster)
-    and why (the part in which it saves most).
+    Columns of a search's table, and changes (in words), count, fits (the device), saves
+    (share of the recipe's step) with saves_low and saves_high (90 %), probability (of
+    being faster) and why (the part in which it saves most).
     """
     recipe = problem.case.plan
     searched = [_recipe_row(problem)]
+    # a recipe was run, so what takes no more memory than it may run too
+    usable = usable_bytes(problem.case.cluster.device)
+    most_bytes = max(usable, searched[0]["memory_bytes"][0])
+    problem = replace(problem, objective="time", room_bytes=most_bytes)
     for most in range(1, problem.changes + 1):
-        part = replace(problem, changes=most, objective="time")
-        searched.append(pd.DataFrame(evaluate(part, degrees).table))
+        for room_bytes in {usable, most_bytes}:
+            part = replace(problem, changes=most, room_bytes=room_bytes)
+            best = evaluate(part, degrees).table
+            searched.append(pd.DataFrame(best))
     rows = pd.concat(searched, ignore_index=True)
     rows = rows.drop_duplicates(list(SEARCHED))
     plans = described(problem, {name: rows[name].to_numpy() for name in rows})
-    table = plans.table.drop(columns="ties")
+    table = plans.table
     texts = [Plan.parse(text) for text in table["plan"]]
     table["changes"] = [in_words(plan, recipe) for plan in texts]
     table["count"] = [int(changes(plan, recipe)) for plan in texts]
     table = table.join(_gains(plans, problem))
-    # beside itself the recipe has no gain
-    faster = table[table["saves"] > 0].sort_values("step_s", kind="stable")
+    table["fits"] = table["memory_bytes"] <= usable
+    # beside itself the recipe has no gain; where it does not fit, what does is worth
+    # knowing though slower
+    faster = table["saves"] > 0
+    roomier = table["fits"] > table["fits"][0]
+    # what fits first
+    rivals = table[faster | roomier]
+    rivals = rivals.sort_values("step_s", kind="stable")
+    rivals = rivals.sort_values("fits", ascending=False, kind="stable")
     # of plans that differ in what comes with a change the best stands for all
-    faster = faster.drop_duplicates("changes").groupby("count").head(_KEPT)
-    return pd.concat([table.head(1), faster], ignore_index=True)
+    rivals = rivals.drop_duplicates("changes")
+    rivals = rivals.groupby("count").head(_KEPT)
+    return pd.concat([table.head(1), rivals], ignore_index=True)
 
 
 def _gains(plans, problem):
@@ -87,5 +102,4 @@ def _recipe_row(problem):
         cost_usd=seconds * usd_per_s,
         memory_bytes=np.max(plans_peak_bytes(problem.case)),
         position=0,
-        ties=0,
     )

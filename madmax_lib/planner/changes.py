@@ -6,6 +6,7 @@ exists beside a degree (chunks beside stages, sequence parallelism beside tp) ch
 with it.
 """
 
+import warnings
 from dataclasses import replace
 
 import numpy as np
@@ -99,6 +100,12 @@ def with_recipe(case: Case, like) -> Case:
         except (FileNotFoundError, TypeError):
             raise no_plan from None
         plan = stated.plan
+        if other_sizes := _differing_sizes(like, case.model):
+            warnings.warn(
+                f"the recipe is of another model than {case.model.name}: "
+                f"{', '.join(other_sizes)}; its plan alone is taken",
+                stacklevel=3,  # at the user's search
+            )
         if software.name == "none":
             names = (one for one in STACKS if framework_named(one) == stated.framework)
             software = catalog.software(next(names))
@@ -107,6 +114,27 @@ def with_recipe(case: Case, like) -> Case:
         plan = replace(plan, dp=group)
     plan.check(case.model, case.cluster, case.global_batch, case.sequence)
     return replace(case, plan=plan, software=software)
+
+
+def _differing_sizes(like, model):
+    """Sizes of a model that a configuration states otherwise, in words."""
+    from madmax_lib.plan_flags.text import source_of  # a wing
+
+    # the last part of model.hidden_size or MODEL_ARGS.--hidden-size
+    stated = {
+        key.rpartition(".")[2].lstrip("-").replace("_", "-"): value
+        for key, value in source_of(like).values.items()
+    }
+    sizes = {
+        "num-layers": model.layers,
+        "hidden-size": model.hidden,
+        "num-attention-heads": model.heads,
+    }
+    return [
+        f"{name} {stated[name]} for {size}"
+        for name, size in sizes.items()
+        if f"{stated.get(name, size)}" != f"{size}"
+    ]
 
 
 def space_of(recipe: Plan) -> Space:

@@ -48,7 +48,7 @@ _OBJECTIVES = {
 }
 # Two plans with the same value of these are one way to split the model.
 LAYOUT_KEY = ("tp", "cp", "pp", "ep", "zero", "recompute")
-_MOST_LAYOUTS = 100  # kept: the chances of `answer` are among a hundred
+MOST_LAYOUTS = 100  # kept: the chances of `answer` are among a hundred
 # what decides between plans of equal time and memory, so that results do not hang on
 # the order in which parts are merged
 _TIE_BREAKERS = ("tp", "cp", "pp", "ep", "position")
@@ -89,8 +89,8 @@ class SearchProblem:
         if self.objective == "cost" and not self.usd_per_hour > 0:
             device = self.case.cluster.device.name
             raise ValueError(
-                f"objective='cost' needs a price: {device} has none in the catalog, "
-                "give usd_per_hour"
+                f"objective='cost' needs a price: {device} has none of this year in the "
+                "catalog; give usd_per_hour=, its price"
             )
         object.__setattr__(self, "top", require_int("top", self.top, 1))
 
@@ -125,14 +125,11 @@ def merged(problem: SearchProblem, parts: Sequence[PartialResult]) -> PartialRes
     layouts = _joined([part.layouts for part in parts], *order)
     if table:
         # two parts may hold plans of equal time and memory
-        every_row = np.arange(len(table["ties"]))
-        first, ties = _first_of_ties(
-            every_row, table["step_s"], table["memory_bytes"], table["ties"]
-        )
-        table = _rows(_rows(table, first) | {"ties": ties}, slice(problem.top))
+        first = _first_of_ties(slice(None), table["step_s"], table["memory_bytes"])
+        table = _rows(table, first[: problem.top])
         anywhere = np.ones(len(front["step_s"]), bool)
-        front = _rows(front, _front(front["step_s"], front["memory_bytes"], anywhere))
-        layouts = _rows(layouts, slice(_MOST_LAYOUTS))
+        front = _rows(front, front_of(front["step_s"], front["memory_bytes"], anywhere))
+        layouts = _rows(layouts, slice(MOST_LAYOUTS))
     counts = (
         sum(getattr(part, name) for part in parts)
         for name in ("unlaunched", "evaluated", "feasible")
@@ -260,12 +257,12 @@ def _evaluate_block(problem, plans, position, masks, skipped):
         joules = case.cluster.world_size * device_energy_j(parts, case.cluster.device)
         values["energy_j"] = np.broadcast_to(joules, fits.shape)
     objective = np.where(fits, values[_OBJECTIVES[problem.objective]], np.inf)
-    best, ties = _smallest(objective, memory, times, problem.top)
+    best = _smallest(objective, memory, times, problem.top)
     layouts = np.array(list(_best_of_layouts(plans, objective, memory, times)), int)
     values["position"] = position
     return PartialResult(
-        _columns(plans, values, best) | {"ties": ties},
-        _columns(plans, values, _front(times, memory, fits)),
+        _columns(plans, values, best),
+        _columns(plans, values, front_of(times, memory, fits)),
         _columns(plans, values, layouts),
         **counts,
     )
@@ -323,15 +320,15 @@ def _best_of_layouts(plans, objective, memory, step_s):
 
 
 def _smallest(objective, memory, step_s, count):
-    """Flat positions of the `count` smallest finite values in order, and how many plans
-    tie with each in time and memory.
+    """Flat positions of the `count` smallest finite values in order, of plans that tie
+    in time and memory the first.
     """
     flat = objective.ravel()
     finite = np.flatnonzero(np.isfinite(flat))
     wanted = count
     while True:
         # A partition is linear where a sort of all is not. What ties with the last
-        # wanted value is taken along, so that ties are counted whole.
+        # wanted value is taken along, so that the first of its ties is among them.
         at = finite
         if wanted < len(at):
             last_wanted = np.partition(flat[at], wanted - 1)[wanted - 1]
@@ -340,30 +337,25 @@ def _smallest(objective, memory, step_s, count):
         times = step_s.ravel()[at]
         # lexsort's last key counts most: the objective, then memory, then time
         order = np.lexsort((at, times, sizes, flat[at]))
-        first, ties = _first_of_ties(order, times, sizes)
+        first = order[_first_of_ties(order, times, sizes)]
         if len(first) >= count or len(at) == len(finite):
-            return at[first[:count]], ties[:count]
+            return at[first[:count]]
         wanted *= 4  # too many were ties: look farther
 
 
-def _first_of_ties(order, times, sizes, ties=None):
-    """The members of an order of plans that no earlier one equals in time and memory,
-    and how many later ones equal each.
-
-    ties: how many each plan stands for already, itself not counted.
+def _first_of_ties(order, times, sizes):
+    """Places in an order of plans of those that no earlier one equals in time and
+    memory.
     """
     # np.unique of rows of two columns sorts them as raw bytes, several times slower
     # than numbers: a pair is one complex number, which numpy orders by its real part,
     # then by its imaginary one.
     pairs = (times + 1j * sizes)[order]
-    _, first, which = np.unique(pairs, return_index=True, return_inverse=True)
-    weights = None if ties is None else ties[order] + 1.0
-    counts = np.bincount(which, weights).astype(int)
-    in_order = np.sort(first)  # unique gave them by value
-    return order[in_order], counts[which[in_order]] - 1
+    _, first = np.unique(pairs, return_index=True)
+    return np.sort(first)  # unique gave them by value
 
 
-def _front(step_s, memory, fits):
+def front_of(step_s, memory, fits):
     """Flat positions of feasible plans that no other one beats in time and memory."""
     times = step_s.ravel()
     sizes = memory.ravel()
@@ -379,12 +371,11 @@ def _front(step_s, memory, fits):
 
 
 def _columns(plans, values, chosen):
-    """Chosen plans of a product as columns, each without ties."""
+    """Chosen plans of a product as columns."""
     shape = values["position"].shape
     row, column = np.unravel_index(chosen, shape)
     fields = {name: np.broadcast_to(getattr(plans, name), shape) for name in SEARCHED}
-    columns = {name: value[row, column] for name, value in (fields | values).items()}
-    return columns | {"ties": 0 * chosen}
+    return {name: value[row, column] for name, value in (fields | values).items()}
 
 
 def _joined(parts, *order):

@@ -4,19 +4,26 @@ A search deals the degrees of a `space` out in parts (`distribute`), each of whi
 worked out by `evaluate`.
 """
 
+import math
 import time
 from dataclasses import replace
+from datetime import date
 
 import numpy as np
 import pandas as pd
 
 from madmax_lib import catalog
 from madmax_lib.base.executors import submitter
-from madmax_lib.base.fields import require_int, require_type
-from madmax_lib.catalog import DLRM, Cluster, Model
+from madmax_lib.base.fields import require_int, require_number, require_type
+from madmax_lib.catalog import DLRM, Cluster, Device, Model
 from madmax_lib.catalog.software import STACKS, Software
 from madmax_lib.plan import Case, Plan
-from madmax_lib.planner.answer import SearchResult, described, different
+from madmax_lib.planner.answer import (
+    SearchResult,
+    described,
+    different,
+    in_launched_order,
+)
 from madmax_lib.planner.distribute import run_parts
 from madmax_lib.planner.evaluate import SearchProblem
 from madmax_lib.planner.space import Space, legal_degrees
@@ -60,13 +67,13 @@ def search(
     full `Space` if None, `Space.quick()` for what people usually run. software: that
     trains, a name of `data/software.csv` or one of your own; that of the parameters if
     None. Without any, a plan must be launched by one of the `STACKS` whose
-    configuration `plan_flags` writes, and is priced as by tuned Megatron; on TPUs by
-    JAX.
+    configuration `plan_flags` writes; those that are best as under tuned Megatron, and
+    of each layout, are ranked as the first such stack launches them; on TPUs by JAX.
     like: a recipe, that is a Plan, its text, or a configuration of a framework (file,
     text, dictionary, log): the plans that at most three changes of it lead to, whose
     `beats` says which are faster, by how much, how surely and why. The space is then of
-    usual choices if None, the software that of the configuration; a recipe was run, so
-    what takes no more memory than it fits.
+    usual choices if None, the software that of the configuration. A recipe was run: if
+    by our count it does not fit, neither need what beats it, and what fits is listed too.
     imbalance: of experts, as in `Case`.
     client: an executor that takes shards of the space: anything with `submit`, such as
     a ProcessPoolExecutor, mpi4py.futures or a dask client. shard of shards: this part
@@ -77,7 +84,7 @@ def search(
 
     >>> small = {"dtype": "fp16", "space": Space.quick(), "progress": False}
     >>> found = search("gpt2", "kaggle-2xt4", global_batch=8, top=3, **small)
-    >>> found.best.world_size, len(found.table), found.table["step_s"].is_monotonic_increasing
+    >>> found.best.world_size, len(found.table), found.table["launched_s"].is_monotonic_increasing
     (2, 3, True)
     """
     start_s = time.perf_counter()
@@ -91,29 +98,24 @@ def search(
         *(sequence, dtype, software, imbalance, jitter),
     )
     check_case(case)
-    launched = "a stack must launch it"
     if like is not None:
         from madmax_lib.planner.changes import space_of, with_recipe  # a wing
 
         case = with_recipe(case, like)
         space = space or space_of(case.plan)
-        launched += f", in at most {_CHANGES} changes"
     stacks = stacks_of(case)
     if len(stacks) == 1:
         # memory and time are then those of the one stack that may launch a plan
         case = replace(case, software=stacks[0])
     device = case.cluster.device
-    room_bytes = usable_bytes(device)
-    if like is not None:
-        room_bytes = max(room_bytes, np.max(plans_peak_bytes(case)))
     problem = SearchProblem(
         case,
         require_type("space", space, Space, Space),
         objective,
         top,
         require_type("parameters", parameters, Parameters, shipped),
-        device.usd_per_hour if usd_per_hour is None else usd_per_hour,
-        room_bytes,
+        price_of(device, usd_per_hour),
+        usable_bytes(device),
         stacks,
         None if like is None else _CHANGES,
     )
@@ -123,6 +125,30 @@ def search(
         raise ValueError(
             f"shard={shard} is not one of 0 to {shards - 1} (shards={shards})"
         )
+    degrees, dropped = _degrees_of(problem)
+    # every so-many-th of the degrees: neighbours hold plans of about equal number
+    part = degrees[shard::shards]
+    result, complete = run_parts(problem, part, client, progress)
+    if like is not None and complete and not result.feasible:
+        # a recipe was run, so what takes no more memory than it may run too
+        problem = replace(problem, room_bytes=np.max(plans_peak_bytes(case)))
+        result, complete = run_parts(problem, part, client, progress)
+    # a shard may hold nothing that fits, and so may what an interruption left
+    if complete and not result.feasible and shards == 1:
+        raise ValueError(_nothing_fits(problem, result))
+    answer = _answer(problem, result, dropped, complete)
+    if like is not None:
+        from madmax_lib.planner.beats import beats  # a wing
+
+        answer = replace(answer, beats=beats(problem, degrees))
+    return replace(answer, seconds=time.perf_counter() - start_s)
+
+
+def _degrees_of(problem):
+    """Degrees of a problem's space, and how many each rule drops. Raises ValueError
+    where none is left.
+    """
+    case = problem.case
     degrees, dropped = legal_degrees(problem.space, case)
     if not degrees:
         reasons = "; ".join(
@@ -132,37 +158,52 @@ def search(
             f"no layout of {case.model.name} on {case.cluster.world_size} devices: "
             f"{reasons}"
         )
-    # every so-many-th of the degrees: neighbours hold plans of about equal number
-    part = degrees[shard::shards]
-    result, complete = run_parts(problem, part, client, progress)
-    # a shard may hold nothing that fits, and so may what an interruption left
-    if complete and not result.feasible and shards == 1:
-        raise ValueError(_nothing_fits(problem, result))
+    return degrees, dropped
+
+
+def _answer(problem, result, dropped, complete):
+    """The plans that were found, and what the rules have dropped."""
+    launched = "a stack must launch it"
+    if problem.changes:
+        launched += f", in at most {problem.changes} changes"
     # layouts are dropped by rules of the book, plans by what launches and holds them
     rules = [(rule, count, "layouts") for rule, count in sorted(dropped.items())]
     rules.append((launched, result.unlaunched, "plans"))
     rules.append(("must fit in memory", result.evaluated - result.feasible, "plans"))
-    table = front = ways = rivals = pd.DataFrame()
+    table = front = ways = pd.DataFrame()
     if result.feasible:
+        # energy and memory are of the usual software
+        is_open = problem.case.software.name == "none"
+        if is_open and problem.objective in ("time", "cost"):
+            result = in_launched_order(problem, result)
         table = described(problem, result.table).table
-        front = described(problem, result.front).table.drop(columns="ties")
+        front = described(problem, result.front).table
         ways = different(problem, result.layouts)
-    if like is not None:
-        from madmax_lib.planner.beats import beats  # a wing
-
-        rivals = beats(problem, degrees)
     return SearchResult(
         table,
         front,
         ways,
         result.evaluated,
         result.feasible,
-        time.perf_counter() - start_s,
+        0.0,  # seconds, when it ends
         pd.DataFrame(rules, columns=["rule", "count", "of"]),
         problem,
         complete,
-        rivals,
     )
+
+
+def price_of(device: Device, usd_per_hour: float | None) -> float:
+    """USD of a device-hour: as given, else the catalog's, NaN if of an earlier year."""
+    if usd_per_hour is not None:
+        return require_number("usd_per_hour", usd_per_hour)
+    price = device.usd_per_hour
+    rows = catalog.table("devices").query("quantity == 'price'")
+    listed = rows[rows["name"] == device.name].tail(1)
+    # a price of the caller's own device is no date of the catalog's
+    if [price] != listed["value"].astype(float).tolist():
+        return price
+    recent = listed["date"].str.startswith(f"{date.today().year}").all()
+    return price if recent else math.nan
 
 
 def check_case(case: Case) -> None:

@@ -160,5 +160,6 @@ def _comm_text(row, steps):
     comm = format_s(row["comm_s"] / steps)
     exposed = format_s(row["exposed_comm_s"] / steps)
     share = row["exposed_comm_s"] / max(row["total_s"], 1e-12)
-    hidden = f"{row['overlap']:.0%} of {comm} communication under compute"
+    overlap = 1 - row["exposed_comm_s"] / row["comm_s"]
+    hidden = f"{overlap:.0%} of {comm} communication under compute"
     return f"{hidden}, {exposed} exposed ({share:.1%})"

@@ -107,7 +107,7 @@ COMMANDS = cells(
     fits {MODEL} {CLUSTER} dp3 --global-batch 64 | dgx-h100 has 8 devices
     plan --model {MODEL} --tokens 1e9 --days 30 --device h1000 | unknown device 'h1000'; nearest: h100
     plan --model {MODEL} --tokens many --days 30 --device h100 | 'many' is not a number such as 15e12
-    plan --model {MODEL} --tokens 1e9 --device h100 | one of the arguments --days
+    plan --model {MODEL} --tokens 1e9 --device h100 | give --days, --devices or both
     expect --model {MODEL} --cluster {CLUSTER} --plan {PLAN} --global-batch 64 | got none
     train gpt-tinny dp2 | no model 'gpt-tinny' to run; nearest: gpt-tiny
     train gpt-tiny fsdp | fsdp is dpN.z3
@@ -123,6 +123,9 @@ COMMANDS = cells(
     flight /nope | /nope: no such directory
     calibrate --ranks -2 | '-2' is not a number of 1 to 1024
     calibrate --rows {PROJECT}/setup.py | setup.py: not a table of runs
+    calibrate -o {PROJECT}/setup.py | setup.py' is a file; a folder is needed
+    compare A --gate 3% B | A: no such file or directory
+    breakdown A --csv --nope B | unrecognized arguments: --nope
     train gpt-tiny --mode hybrid --tp-size 0 --dry-run | '0' is not a number of 1 to 1024
     train gpt-tiny --mode baseline --max-samples -1 --dry-run | --steps -1 must be
     record --warmup -3 {PROJECT}/setup.py | --warmup -3 must be

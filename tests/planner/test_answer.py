@@ -42,7 +42,7 @@ def test_ten_plans_differ_in_how_they_split_the_model(found):
     assert (
         len(ten) == 10
         and not ten.duplicated(list(LAYOUT_KEY)).any()
-        and ten["step_s"].is_monotonic_increasing
+        and ten["launched_s"].is_monotonic_increasing
     )
     best = found.table.drop_duplicates(list(LAYOUT_KEY))
     pd.testing.assert_frame_equal(

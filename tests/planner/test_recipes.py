@@ -64,12 +64,38 @@ def test_what_beats_a_recipe(answer):
     assert rivals["changes"].iloc[0] in repr(answer)
 
 
-def test_recipe_that_does_not_fit_was_run():
-    """By our count it needs more than there is; what needs no more is answered."""
-    answer = mm.search("llama2-70b", CLUSTER, 256, like="dp4.tp8.z1", **RUN)
+@pytest.mark.parametrize(
+    ("model", "like", "slower"),
+    [
+        ("llama2-70b", "dp4.tp8.z1", False),
+        ("llama3-8b", "dp32.z2.mb2.offload-optimizer", True),
+    ],
+)
+def test_recipe_that_does_not_fit_was_run(model, like, slower, capsys):
+    """By our count it needs more than there is; that is said, and what fits comes
+    first, even where nothing is faster.
+    """
+    run = RUN | {"software": "deepspeed" if slower else "megatron-core"}
+    answer = mm.search(model, CLUSTER, 256, like=like, **run)
     usable = mm.simulator.usable_bytes(CLUSTER.device)
-    assert answer.beats["memory_bytes"].iloc[0] > usable
-    assert len(answer.beats) > 1
+    recipe, *rivals = answer.beats.to_dict("records")
+    assert recipe["memory_bytes"] > usable >= rivals[0]["memory_bytes"]
+    assert answer.table["memory_bytes"].max() <= usable
+    assert (rivals[0]["saves"] < 0) == slower
+    for row in rivals:
+        assert row["saves"] > 0 or row["memory_bytes"] <= usable
+    words = f"{recipe['memory_bytes'] / 1e9:.1f} GB the recipe does not fit: h100-80"
+    assert words in repr(answer)
+    asked = ["search", model, "dgx-h100", "--nodes", "4", "--global-batch", "256"]
+    assert main([*asked, "--like", like, "--software", run["software"]]) == 0
+    assert words in capsys.readouterr().out
+
+
+def test_recipe_of_another_model_is_said():
+    flags = "--num-layers 40 --hidden-size 4096 --bf16 --micro-batch-size 1"
+    words = "another model than llama3-8b: num-layers 40 for 32;"
+    with pytest.warns(UserWarning, match=words):
+        mm.search("llama3-8b", CLUSTER, 256, like=flags, **RUN)
 
 
 def test_recipe_in_the_words_of_a_framework():

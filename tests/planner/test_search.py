@@ -57,18 +57,20 @@ def test_the_winner_is_the_best_of_all(brute, found):
         for plan, cost in brute.items()
         if cost[1] <= usable_bytes(NODE.device)
     }
-    assert found.feasible == len(feasible) and found.best == min(
-        feasible, key=feasible.get
-    )
+    assert found.feasible == len(feasible)
     distinct = sorted(
         {tuple(map(float, np.float32(cost))) for cost in feasible.values()}
     )[:20]
-    np.testing.assert_allclose(
-        found.table["step_s"], [step_s for step_s, _ in distinct], rtol=1e-6
-    )
-    assert not found.table.duplicated(["step_s", "memory_bytes"]).any()
     everything = search(MODEL, NODE, 16, space=SPACE, top=10**6, progress=False).table
-    assert (everything["ties"] + 1).sum() == found.feasible > len(everything)
+    np.testing.assert_allclose(
+        everything["step_s"].sort_values().head(20),
+        [step_s for step_s, _ in distinct],
+        rtol=1e-6,
+    )
+    assert found.best == plan_of(everything.iloc[0])
+    assert found.table["launched_s"].is_monotonic_increasing
+    assert not found.table.duplicated(["step_s", "memory_bytes"]).any()
+    assert found.feasible > len(everything)
 
 
 @pytest.fixture(scope="module")
@@ -117,20 +119,26 @@ def test_every_row_of_a_table_goes_through_estimate(seed):
         np.testing.assert_allclose(steps["step_s"], table["step_s"], rtol=1e-12)
 
 
-def test_no_plan_is_better_in_time_and_memory_than_the_front(brute, found):
-    front = found.pareto[["step_s", "memory_bytes"]].to_numpy()
+@pytest.mark.parametrize(
+    ("software", "column"), [("megatron-core", "step_s"), (None, "launched_s")]
+)
+def test_no_plan_is_better_in_time_and_memory_than_the_front(software, column):
+    asked = {"space": SPACE, "software": software, "progress": False}
+    front = search(MODEL, NODE, 16, **asked, top=10**6 if software is None else 20)
+    everything = search(MODEL, NODE, 16, **asked, top=10**6).table
+    front = front.pareto[[column, "memory_bytes"]].to_numpy()
     assert (np.diff(front[:, 0]) > 0).all() and (np.diff(front[:, 1]) < 0).all()
-    for cost in brute.values():
-        beaten = (front[:, 0] <= cost[0] * (1 + 1e-12)) & (
-            front[:, 1] <= cost[1] * (1 + 1e-12)
-        )
-        assert beaten.any() or cost[1] > usable_bytes(NODE.device)
+    for cost in everything[[column, "memory_bytes"]].to_numpy():
+        assert (front <= cost * (1 + 1e-12)).all(axis=1).any()
 
 
 @pytest.mark.parametrize(("objective", "column"), _OBJECTIVES.items())
 def test_objectives(objective, column):
-    found = search(MODEL, NODE, 16, objective, top=5, space=SPACE, progress=False)
-    everything = search(MODEL, NODE, 16, top=10**6, space=SPACE, progress=False).table
+    run = {"space": SPACE, "usd_per_hour": 2.0, "progress": False}
+    found = search(MODEL, NODE, 16, objective, top=5, **run)
+    everything = search(MODEL, NODE, 16, top=10**6, **run).table
+    if objective == "time":
+        column = "launched_s"
     assert len(found.table) == 5 and found.table[column].is_monotonic_increasing
     assert found.table[column].iloc[0] == pytest.approx(
         everything[column].min(), rel=1e-12
@@ -167,9 +175,12 @@ def test_shards_together_are_the_whole(found):
         for i in range(3)
     ]
     assert sum(part.evaluated for part in parts) == found.evaluated
-    order = ["step_s", "memory_bytes", "tp", "cp", "pp"]
-    best = pd.concat([part.table for part in parts]).sort_values(order)[:20]
-    np.testing.assert_array_equal(best["step_s"], found.table["step_s"])
+    # parts keep more plans between them, of which some are launched better
+    launched_s = pd.concat([part.table for part in parts])["launched_s"]
+    assert (np.sort(launched_s)[:20] <= found.table["launched_s"]).all()
+    np.testing.assert_array_equal(
+        np.sort(launched_s)[:1], found.table["launched_s"][:1]
+    )
 
 
 def test_a_shard_may_hold_no_plan_that_fits():
@@ -233,6 +244,10 @@ def test_slurm_workers_are_asked_for_as_the_docs_say():
         (
             {"objective": "cost", "cluster": mm.cluster("mi300x-8", nodes=1)},
             "objective='cost' needs a price",
+        ),
+        (
+            {"objective": "cost", "cluster": mm.cluster("dgx-h100", nodes=1)},
+            "h100-80 has none of this year",
         ),
         (
             {"global_batch": 7, "space": Space(pp=(1,), tp=(1,), cp=(1,))},

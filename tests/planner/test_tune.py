@@ -5,6 +5,7 @@ a measured sweep, bad input.
 import importlib
 import json
 from dataclasses import replace
+from unittest.mock import Mock
 
 import numpy as np
 import pandas as pd
@@ -438,6 +439,19 @@ def test_runs_are_launched_with_the_micro_batch_of_the_plan(tmp_path, monkeypatc
         "mb" in spec.strategy for spec in specs
     )
     assert trials["step_s"].fillna(0).tolist() == [0.5, 0.25, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("launch", "words"),
+    [
+        (Mock(side_effect=RuntimeError("no such file: pretrain.py")), "no such file"),
+        (lambda plan: None, "no seconds"),
+    ],
+)
+def test_trials_that_all_fail_are_said(launch, words):
+    run = CASE | {"plans": PLANS, "progress": False}
+    with pytest.warns(UserWarning, match=f"no trial ran, the last: {words}"):
+        mm.tune(**run, launch=launch, trials=3)
 
 
 def test_mistakes_of_a_launch_are_not_failures_of_a_plan():

@@ -115,7 +115,9 @@ def test_a_window_that_is_written_reads_back(name, low, high, tmp_path):
 
 
 def test_a_window_keeps_the_launches_of_its_kernels():
-    """The host is 20 ms ahead: the launch of what runs at 25 ms is at 2 ms."""
+    """The host is 20 ms ahead: the launch of what runs at 25 ms is at 2 ms. A piece of a
+    step has no mark, and no number.
+    """
     rows = [
         (0, -1, "annotation", "ProfilerStep#5", 0, 4 * MS, -1, 5),
         (0, -1, "cpu", "cudaLaunchKernel", 1 * MS, 1, 8, 5),
@@ -125,10 +127,24 @@ def test_a_window_keeps_the_launches_of_its_kernels():
     ]
     part = window(make_timeline(rows), 0.012, 0.016)
     spans = part.spans
-    assert spans["name"].tolist() == ["ProfilerStep#5", "cudaLaunchKernel", "b"]
-    assert spans["start_ns"].tolist() == [2 * MS, 2 * MS, 22 * MS]
-    assert spans["dur_ns"].tolist() == [2 * MS, 1, 4 * MS]
-    assert set(spans["step"]) == {5}
+    assert spans["name"].tolist() == ["cudaLaunchKernel", "b"]
+    assert spans["start_ns"].tolist() == [2 * MS, 22 * MS]
+    assert spans["dur_ns"].tolist() == [1, 4 * MS]
+    assert set(spans["step"]) == {0}
+
+
+def test_pieces_of_steps_at_the_edges_of_a_window_are_no_steps(tmp_path):
+    """Of three steps of 10 ms a window from 5 to 25 ms has the second whole."""
+    rows = []
+    for step in range(3):
+        begin = 10 * MS * step
+        mark = (0, -1, "annotation", f"ProfilerStep#{step}", begin, 10 * MS, -1, step)
+        rows.append(mark)
+        rows.append((0, 7, "compute", "a", begin, 9 * MS, -1, step))
+    part = window(make_timeline(rows), 0.005, 0.025)
+    assert part.steps == [1]
+    mm.export_trace(part, tmp_path)
+    assert mm.read_trace(tmp_path).steps == [1]
 
 
 def test_windows_and_steps_are_cut_in_the_shell(tmp_path, capsys):

@@ -453,6 +453,41 @@ def test_a_search_writes_the_configuration_of_its_best_plan(tmp_path, capsys):
     assert main([*words, str(tmp_path)]) == 2
 
 
+@pytest.mark.parametrize(
+    ("asked", "status", "priced"),
+    [
+        ([], 0, False),  # the catalog's price is of an earlier year
+        (["--usd-per-hour", "2"], 0, True),
+        (["--objective", "cost", "--usd-per-hour", "2"], 0, True),
+        (["--objective", "cost"], 2, False),
+    ],
+)
+def test_a_search_has_dollars_of_this_year_alone(capsys, asked, status, priced):
+    words = ["search", "gpt2", "dgx-h100", "--nodes", "1", "--global-batch", "8"]
+    said, text = answered(capsys, *words, "--software", "deepspeed", "--json", *asked)
+    answer = json.loads(text)
+    assert said == status
+    assert ("give --usd-per-hour," in str(answer["error"])) == (status == 2)
+    for row in answer["rows"]:
+        assert ("cost_usd" in row) == priced
+        if priced:
+            cost_usd = 8 * 2 * row["step_s"] / 3600
+            assert row["cost_usd"] == pytest.approx(cost_usd, rel=1e-3)
+
+
+def test_an_estimate_says_why_a_plan_has_no_time(capsys):
+    words = ["estimate", "llama2-70b", "dgx-a100", "--global-batch", "8"]
+    status, text = answered(capsys, *words, "dp8.z3.offload-all", "dp8.z3", "pp3")
+    assert status == 0
+    for said in (
+        "dp8.z3 needs",
+        "dp8.z3.offload-all does not fit",
+        "pp3: dp x tp",
+        "sequence: 4096",
+    ):
+        assert said in text
+
+
 @pytest.mark.filterwarnings("default")
 def test_warnings_are_in_the_envelope(tmp_path, capsys):
     trace = tmp_path / "trace.json"

@@ -28,7 +28,7 @@ def test_own_model_on_own_cluster(capsys):
     assert (table["low_s"] < table["step_s"]).all() and (
         table["step_s"] < table["high_s"]
     ).all()
-    assert table["step_s"].is_monotonic_increasing and str(found).startswith(
+    assert table["launched_s"].is_monotonic_increasing and str(found).startswith(
         "my-3b on 32 x L40S"
     )
     assert "step_s" in capsys.readouterr().out

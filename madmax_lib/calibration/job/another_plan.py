@@ -263,7 +263,7 @@ class Job:
 
     def __repr__(self):
         case = self.case
-        call = "no transformer: give model and plan by hand"
+        call = "no transformer: give model, plan, cluster and global batch"
         if case is not None:
             cluster = case.cluster and case.cluster.name
             call = (

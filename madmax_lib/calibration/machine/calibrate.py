@@ -405,7 +405,7 @@ class _Calibration:
         if load > _BUSY:
             self.note(
                 f"the machine is busy: {load:.1f} processes a core wanted to run before "
-                "the first run; calibrate on an idle one"
+                "the first run; calibrate an idle one, in a folder of its own"
             )
         kernels = self.kernels()
         links = self.links()

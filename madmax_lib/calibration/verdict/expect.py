@@ -154,7 +154,8 @@ def expect(
     of step_s (seconds of a whole step, all micro-batches), tokens_per_s (of all devices
     together), tokens_per_s_per_device and tflops (1e12 model FLOP/s per device, as
     frameworks print them: 6 per parameter and token, and attention); or a timeline,
-    which tells the step if none of them does, and in any case which part is off. Raises
+    which tells the step if none of them does, and in any case which part is off; where its
+    device, ranks or work are of another run, the verdict is "cannot tell". Raises
     ValueError for a plan that cannot be laid out, for no or two measurements, for one a
     million times off, and for a recommendation model. See also: mm.estimate,
     mm.compare, mm.traces.advise.
@@ -198,9 +199,15 @@ def expect(
     # of Student's t whose 90 % interval is that of the prediction
     scale = np.log(outlook.factor) / student.ppf((1 + _INSIDE) / 2, _FREEDOM)
     deviation = np.log(measured_s / predicted_s) / scale
+    reason = _reason(verdict, measured_s, outlook, floor_s)
+    explanations = causes(outlook, measured_s, source, timeline)
+    other = explanations[explanations["part"] == "trace"]["cause"]
+    if source == "timeline" and len(other):  # of another run says nothing of this one
+        verdict = "cannot tell"
+        reason = f"{other.iloc[0]}; {reason}"
     return Expectation(
         verdict=verdict,
-        reason=_reason(verdict, measured_s, outlook, floor_s),
+        reason=reason,
         step_s=measured_s,
         predicted_s=predicted_s,
         low_s=predicted_s / outlook.factor,
@@ -208,7 +215,7 @@ def expect(
         percentile=float(100 * student.cdf(deviation, _FREEDOM)),
         floor_s=floor_s,
         parts=parts_of(outlook, measured_s, timeline),
-        explanations=causes(outlook, measured_s, source, timeline),
+        explanations=explanations,
         case=case,
     )
 

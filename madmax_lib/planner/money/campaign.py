@@ -10,7 +10,6 @@ change with it [arXiv 2310.02784].
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import date
 from itertools import product
 
 import numpy as np
@@ -22,7 +21,7 @@ from madmax_lib.base.fields import require_int, require_number, require_type
 from madmax_lib.catalog import Cluster, Model, Software
 from madmax_lib.plan import Case, Plan
 from madmax_lib.planner.money.goodput import Goodput, practice
-from madmax_lib.planner.search import check_case, search, stacks_of
+from madmax_lib.planner.search import check_case, price_of, search, stacks_of
 from madmax_lib.planner.space import Space
 from madmax_lib.simulator import estimate
 from madmax_lib.simulator.power import ERROR, device_energy_j
@@ -41,8 +40,8 @@ _MISS = (
     "mixtures are priced too high: DeepSeek-V3 at 1.3 times the published hours in fp8 "
     "with its batch of 63M tokens, at 1.7 with 17M, at 2.0 in bf16 too"
 )
-# what a search says where no plan fits on so many devices
-_NO_PLAN = re.compile("fits|no layout|no plan")
+# what is said where no plan fits on so many devices, or a stack does not run one
+_NO_PLAN = re.compile("fits|no layout|no plan|does not run|needs")
 
 
 @dataclass(frozen=True, repr=False)
@@ -102,7 +101,7 @@ def campaign(
     parameters: Parameters | None = None,
 ) -> Campaign:
     """A training of a model on so many tokens, on as many devices as finish in so many
-    days, or on devices given.
+    days, or on devices given: then with the probability of those days, if any.
 
     cluster: whose nodes are multiplied; its number of nodes is not looked at. sure: the
     probability of the days asked for. global_batch: samples; if None 4 million tokens
@@ -111,17 +110,17 @@ def campaign(
     fastest of five (on the first number of devices that is tried). plan: that of your
     own, on as many devices as it needs; if None the best of `Space.quick()`. Days,
     money and energy are those of `training`, which knows failures and what trainings
-    take over such predictions. For days, round numbers of nodes are tried. Raises
-    ValueError unless either days or devices are given, where no plan fits, and where no
-    number of devices is in time.
+    take over such predictions. For days alone, round numbers of nodes are tried. Raises
+    ValueError without days and devices, where no plan fits, and where no number of
+    devices is in time.
 
     >>> answer = campaign("llama2-7b", 2e12, "dgx-a100", devices=256)
     >>> card_days = 184_320 / 256 / 24  # device-hours of its model card
     >>> bool(answer.best["days_low"] < card_days < answer.best["days_high"])
     True
     """
-    if (days is None) == (devices is None):
-        raise ValueError("give either days or devices")
+    if days is None and devices is None:
+        raise ValueError("give days=, devices= or both")
     if not require_number("sure", sure, positive=True) < 1:
         raise ValueError(f"sure={sure:g} is a probability, below 1")
     parameters = constants_of(cluster, parameters)
@@ -135,7 +134,7 @@ def campaign(
         case,
         tokens,
         global_batch,
-        (case.software,) if plan else stacks_of(case),
+        stacks_of(case),
         parameters,
     )
     costs = {"usd_per_hour": usd_per_hour, "model": case.model, "goodput": goodput}
@@ -206,7 +205,11 @@ class _Job:
         tokens = 2**22 if self.flops <= _LARGE else 2**24
         samples = max(tokens // self.case.sequence, 1)
         low, high = (1 - _NEAR) * samples, (1 + _NEAR) * samples
-        near = np.arange(np.ceil(low), high + 1e-9, dtype=np.int64)
+        plan = self.case.plan
+        unit = plan.dp * plan.micro_batch if plan else 1
+        near = unit * np.arange(np.ceil(low / unit), high / unit + 1e-9, dtype=np.int64)
+        if not len(near):  # none that the plan divides is so near
+            near = np.array([unit * max(round(samples / unit), 1)])
         # lexsort's last key counts most
         left = _odd(devices // np.gcd(devices, near))
         order = np.lexsort((abs(near - samples), _odd(near), left))
@@ -232,27 +235,21 @@ def _row(job, devices, costs):
     case = job.case
     run = {"global_batch": batch, "sequence": case.sequence, "dtype": case.dtype}
     run["parameters"] = job.parameters
-    if case.plan:
-        result = None
-        table = _priced(job, cluster, run)
-    else:
-        results = []
-        reasons = []
-        for stack in job.stacks:
-            asked = {"top": 1, "space": Space.quick(), "software": stack}
-            try:
-                results.append(
-                    search(case.model, cluster, **run, **asked, progress=False)
-                )
-            except ValueError as error:
-                if not _NO_PLAN.search(str(error)):
-                    raise
-                reasons.append(str(error))
-        if not results:
-            raise ValueError(reasons[0])
-        # each stack's best is timed as that stack runs it
-        result = min(results, key=lambda result: result.table["step_s"][0])
-        table = result.table
+    answers = []
+    reasons = []
+    for stack in job.stacks:
+        try:
+            answers.append(_best(job, cluster, run | {"software": stack}))
+        except ValueError as error:
+            if not _NO_PLAN.search(str(error)):
+                raise
+            reasons.append(str(error))
+    if not answers and case.plan:  # that no stack is known to run: as of its case
+        answers.append(_best(job, cluster, run | {"software": case.software}))
+    if not answers:
+        raise ValueError(reasons[0])
+    # each stack's best is timed as that stack runs it
+    table, result = min(answers, key=lambda best: best[0]["step_s"][0])
     row = training(table, job.tokens, cluster, **costs).iloc[0].to_dict()
     ends = [f"{name}{end}" for name in AMOUNTS for end in ("", "_low", "_high")]
     names = ("plan", "stacks", "step_s", "low_s", "high_s", "mfu", *ends, "goodput")
@@ -260,24 +257,28 @@ def _row(job, devices, costs):
     return answer | {name: row.get(name, np.nan) for name in names}
 
 
-def _priced(job, cluster, run):
-    """The plan asked for as the table of a search. Raises ValueError where it does not
-    fit.
+def _best(job, cluster, run):
+    """The table of a search and its result; of the plan asked for its row, and None.
+    Raises ValueError where nothing fits.
     """
-    (stack,) = job.stacks
     plan = job.case.plan
-    table = estimate(job.case.model, cluster, plan, **run, software=stack)
+    if not plan:
+        run = run | {"top": 1, "space": Space.quick(), "progress": False}
+        result = search(job.case.model, cluster, **run)
+        return result.table, result
+    table = estimate(job.case.model, cluster, plan, **run)
     if not table["fits"][0]:
         raise ValueError(
             f"{plan} needs {table['memory_bytes'][0] / 1e9:,.0f} GB, "
             f"{cluster.device.name} has {cluster.device.memory_bytes / 1e9:,.0f}"
         )
+    stack = run["software"]
     table.insert(0, "plan", str(plan))
     table.insert(1, "stacks", stack.name if stack else "tuned Megatron-Core")
     if cluster.device.tdp_w > 0:
         step_j = device_energy_j(table, cluster.device)
         table["energy_j"] = cluster.world_size * step_j
-    return table
+    return table, None
 
 
 def _resized(cluster, devices):
@@ -371,14 +372,8 @@ def _notes(job, best, costs):
 
 
 def _price(device, usd_per_hour):
-    """USD of a device-hour in words too; NaN where the catalog's is of an earlier year."""
-    price = device.usd_per_hour
-    listed = catalog.devices().reindex([device.name]).iloc[0]
-    if usd_per_hour is not None:
-        price = require_number("usd_per_hour", usd_per_hour)
-    elif f"{date.today().year}" not in f"{listed['price_date']}":
-        # a price of the caller's own device is no date of the catalog's
-        price = np.nan if price == listed["usd_per_hour"] else price
+    """USD of a device-hour in words too."""
+    price = price_of(device, usd_per_hour)
     words = f"no price of {device.name} of this year: give --usd-per-hour"
     return price, words if np.isnan(price) else f"{price:g} USD/h"
 
@@ -437,7 +432,10 @@ def codesign(
         best = {"plan": "", "step_s": np.nan, "memory_bytes": np.nan}
         try:
             result = search(model, machine, global_batch, **options)
-            best = result.table.iloc[0][[*best]].to_dict()
+            first = result.table.iloc[0]
+            # of no stack in particular, the order is that of the launched step
+            best = first[[*best]].to_dict()
+            best["step_s"] = first.get("launched_s", best["step_s"])
         except ValueError as error:
             if "fits" not in str(error):
                 raise

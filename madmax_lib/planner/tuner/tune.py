@@ -107,6 +107,10 @@ def tune(
             pass
         except WaitingError as waiting:
             warnings.warn(str(waiting), stacklevel=2)
+    tried = tuner.trials
+    if len(tried) and tried["step_s"].isna().all():
+        reason = tried["reason"].iloc[-1] or "no seconds"
+        warnings.warn(f"no trial ran, the last: {reason}", stacklevel=2)
     return tuner
 
 

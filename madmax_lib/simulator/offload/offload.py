@@ -69,7 +69,7 @@ def best_offload(
     if not len(shares):
         raise ValueError(
             f"{case.model.name} under {case.plan} does not fit {case.cluster.name}: "
-            "see mm.fits"
+            "`madmax fits` (mm.fits) says what is missing"
         )
     times = offload_times(case, parameters, shares, policy)
     at = int(np.argmin(times.total_s))

@@ -55,9 +55,10 @@ def _log_files(path):
             raise FileNotFoundError(f"{root}: no such file or directory")
         inside = (file for file in sorted(root.rglob("*")) if file.suffix in _SUFFIXES)
         for file in filter(Path.is_file, inside if root.is_dir() else [root]):
-            head = next(filter(None, blocks(file, _HEAD_BYTES)), b"").decode(
-                errors="replace"
-            )
+            head = next(filter(None, blocks(file, _HEAD_BYTES)), b"")
+            if b"\0" in head:  # no text
+                continue
+            head = head.decode(errors="replace")
             for kind, (_, mark) in _KINDS.items():
                 if re.search(mark, head):
                     kinds[kind].append(file)

@@ -29,6 +29,7 @@ import re
 import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -155,7 +156,7 @@ def error_line(error: Exception, parser: ArgumentParser) -> str:
         return " ".join(filter(None, [flag, match[2]])) if flag in flags else match[0]
 
     # what stands in a call, such as RunSpec(model=...), is Python
-    return re.sub(r"(?<!\()\b([a-z_]+)=([\w'-]?)", option, text).strip()
+    return re.sub(r"(?<!\()\b([a-z_]+)=(?!\.)([\w'-]?)", option, text).strip()
 
 
 def envelope(
@@ -223,7 +224,10 @@ def _print_answer(command, answer, options):
         else:
             is_markdown = options.format == "markdown"
             text = _written(result, options.all, markdown=is_markdown)
-        print(text)
+        with suppress(
+            BrokenPipeError
+        ):  # of `| head`: the status stays that of the answer
+            print(text)
         return result.status
     with warnings.catch_warnings(record=True, action="default") as caught:
         error = None
@@ -386,11 +390,13 @@ def _narrow(columns, table, first):
     )
     order = dict.fromkeys([*first, *seconds[seconds > 0].index])
     room = _WIDTH
-    fits = {}
+    fits = set()
     for name in filter(columns.__contains__, order):
-        room -= len(columns[name][0]) + 2
-        fits[name] = room >= 0
-    return {name: columns[name] for name in table if fits.get(name)}
+        width = len(columns[name][0]) + 2
+        if width <= room:
+            room -= width
+            fits.add(name)
+    return {name: columns[name] for name in table if name in fits}
 
 
 def _line(value):

@@ -52,8 +52,11 @@ def _add_fields(train):
 
     # bases first, so that a class's own line about a field is the one that counts
     text = "".join(kind.__doc__ or "" for kind in RunSpec.__mro__[-2::-1])
-    lines = re.findall(r"^    (\w+): (.*)$", text, re.MULTILINE)
-    about = {name: line.replace("%", "%%") for name, line in lines}  # for argparse
+    # a field and its sentence, which may go on in the next lines
+    sentence = r"^    (\w+): (.*?)(?=\.\s|\n\n|\n    \w+: |\Z)"
+    lines = re.findall(sentence, text, re.MULTILINE | re.DOTALL)
+    about = {name: " ".join(line.split()) for name, line in lines}
+    about = {name: line.replace("%", "%%") for name, line in about.items()}
     about["model"] = f"one of {', '.join(MODELS)}"
     about["data"] = f"one of {', '.join(NAMES)}; generated if left out"
     for field in fields(RunSpec):
@@ -211,6 +214,10 @@ def _calibrate(options):
 
     from madmax_lib.calibration.machine.calibrate import calibrate
 
+    if options.output.is_file():
+        raise ValueError(
+            f"output={str(options.output)!r} is a file; a folder is needed"
+        )
     if options.trace:
         return _calibrate_trace(options)
     if options.rows:
@@ -239,12 +246,19 @@ def _calibrate_trace(options):
     """The job of a trace, corrected by the options, and its machine."""
     from dataclasses import replace
 
+    from madmax_lib import catalog
     from madmax_lib.calibration.job.another_plan import another_plan, case_of
-    from madmax_lib.plan.plan import Plan
+    from madmax_lib.plan import Case, Plan
     from madmax_lib.view.commands.trace import read
 
     timeline = read(options.trace)
     job = case_of(timeline, options.cluster)
+    run = (options.model, options.cluster, options.plan, options.global_batch)
+    if job.case is None and all(run):
+        model, cluster, plan, samples = run
+        dtype = catalog.cluster(cluster).device.nearest("bf16")
+        step = (Plan.parse(plan), samples, None, dtype)
+        job = replace(job, case=Case.of_step(model, cluster, *step))
     if job.case is None:
         summary = {"verdict": "cannot tell", "note": str(job).splitlines()[0]}
         unknown = Answer(job.facts, summary, passed=None)

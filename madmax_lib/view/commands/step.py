@@ -30,7 +30,11 @@ _OF_RECIPE = (
 # columns of a search that are worth a terminal; the table has more
 _SEARCHED = ("plan", "changes", "stacks", "launched_s", "step_s", "low_s", "high_s")
 _SEARCHED += ("saves", "saves_low", "saves_high", "probability", "why", "limit")
-_SEARCHED += ("memory_bytes", "mfu", "tokens_per_s", "cost_usd", "energy_j")
+_SEARCHED += ("memory_bytes", "fits", "mfu", "tokens_per_s", "cost_usd", "energy_j")
+# those that a terminal shows first, of a search and of what beats a recipe
+_FOUND = ("plan", "launched_s", "step_s", "low_s", "high_s", "memory_bytes")
+_FOUND += ("probability", "mfu", "stacks")
+_BEATING = ("changes", "saves", "probability", "step_s", "fits", "plan", "mfu")
 
 
 def add(commands) -> None:
@@ -42,6 +46,11 @@ def add(commands) -> None:
 def _fits(options):
     result = simulator.fits(**_step(options), plan=options.plan)
     summary = {"fits": result.fits, "bound": result.bound}
+    # parts of a place do not all exist at one moment
+    summary["peak_bytes"] = {
+        row.place: row.usable_bytes - row.margin_bytes
+        for row in result.table.drop_duplicates("place").itertuples()
+    }
     summary |= {"margin_bytes": result.margins_bytes, "share": result.share}
     # a step that does not fit is a failed gate: status 1
     return Answer(result.table, summary, inputs(options), result.fits)
@@ -55,12 +64,21 @@ def run_of(options: Namespace) -> dict:
     return run
 
 
+def _model(options):
+    """The model asked for, one of those that `madmax train` alone knows too."""
+    if options.model in set(catalog.table("run_models")["name"]):
+        from madmax_lib.runs.model import models
+
+        return models.spec(options.model)
+    return catalog.model(options.model)
+
+
 def _step(options):
     """Arguments by name that `estimate`, `search` and `fits` take alike."""
     extent = (options.nodes, options.devices)
     if not options.network:
         cluster = catalog.cluster(options.cluster, *extent)
-        return {"model": options.model, "cluster": cluster, **run_of(options)}
+        return {"model": _model(options), "cluster": cluster, **run_of(options)}
     cluster = catalog.cluster(options.cluster)
     used, nodes = node_extent(
         cluster.name, (cluster.devices_per_node, cluster.nodes), *extent
@@ -68,7 +86,7 @@ def _step(options):
     # the devices of a node share its port
     link = Link("ethernet", bits_per_s(options.network) / 8 / used)
     cluster = replace(cluster, inter=link, devices_per_node=used, nodes=nodes)
-    return {"model": options.model, "cluster": cluster, **run_of(options)}
+    return {"model": _model(options), "cluster": cluster, **run_of(options)}
 
 
 def _priced(options):
@@ -112,8 +130,13 @@ def _estimate(options):
         f"{row.plan} needs {row.memory_bytes / 1e9:,.0f} GB of {room_gb:.0f} GB"
         for row in too_large.itertuples()
     ]
+    if "reason" in table:
+        illegal = table[table["reason"] != ""]
+        needs.extend(illegal["plan"] + ": " + illegal["reason"])
     about = {"fits": f"False: {'; '.join(needs)}"} if needs else {}
-    about |= {"global_batch": options.global_batch, "devices": cluster.world_size}
+    sequence = options.sequence or step["model"].sequence
+    about |= {"global_batch": options.global_batch, "sequence": sequence}
+    about["devices"] = cluster.world_size
     about["software"] = used(step["software"], cluster)
     if options.network:
         about["assumed"] = (
@@ -135,18 +158,26 @@ def _search(options):
         options.like = None
     # no bar: it would mix with what a program reads
     asked = {"objective": options.objective, "top": options.top, "progress": False}
-    result = planner.search(**_priced(options), **asked, like=recipe)
+    asked["usd_per_hour"] = options.usd_per_hour
+    step = _priced(options)
+    result = planner.search(**step, **asked, like=recipe)
     names = ("best", "software", "evaluated", "feasible", "hint")
-    about = {name: getattr(result, name) for name in names} | {"columns": _COLUMNS}
+    about = {name: getattr(result, name) for name in names}
+    sequence = options.sequence or step["model"].sequence
+    about |= {"sequence": sequence, "columns": _COLUMNS}
     # plans that differ in how they split, as long as there are enough of them
     enough = options.top <= len(result.different)
     best = (result.different if enough else result.table).head(options.top)
     if recipe:
         best = result.beats
+        about |= {"recipe": result.too_large} if result.too_large else {}
         about["columns"] = _OF_RECIPE
+    first = _BEATING if recipe else _FOUND
     columns = [name for name in _SEARCHED if name in best]
     # the file first: a failure to write it is no half answer
     if options.output:
         write_text(options.output, result.configuration() + "\n")
         about["configuration"] = options.output
-    return Answer(best[columns].dropna(axis=1, how="all"), about, inputs(options))
+    table = best[columns].dropna(axis=1, how="all")
+    brief = (name for name in about if name != "columns")
+    return Answer(table, about, inputs(options), brief=[*brief, *first])

@@ -327,7 +327,8 @@ def _flight(options):
     ranks = len(calls.attrs["dumped"])
     about = {"ranks": ranks, "calls": len(calls), "latest": late.to_dict("records")}
     if findings.empty:
-        agree = f"{ranks} ranks agree on their {len(calls):,} calls, all completed"
+        who = f"{ranks} ranks agree" if ranks > 1 else "one rank agrees with itself"
+        agree = f"{who} on their {len(calls):,} calls, all completed"
         about["findings"] = f"none, {agree}"
     return Answer(findings, about, passed=findings.empty)
 

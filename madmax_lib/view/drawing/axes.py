@@ -4,7 +4,7 @@ draws the legend and keeps the table.
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pandas as pd
 from matplotlib import pyplot as plt
@@ -16,6 +16,7 @@ from madmax_lib.timeline import Timeline
 from madmax_lib.view.drawing.style import PAPER, Fill, patch_key
 
 _LONG = 40  # characters of a row's label, beyond which all are small
+_LONG_MS = 10_000  # beyond which an axis is in seconds
 _BELOW_INCHES = 0.42  # between the axes and a legend: room for ticks and a label
 # behind a note, so that no line crosses its text
 _WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
@@ -134,6 +135,10 @@ def finish(ax: Axes, table: pd.DataFrame, title: str | None, **options) -> Axes:
     frame = Frame(**options)
     if title is not None:
         ax.set_title(title)
+    if frame.x.endswith("[ms]") and (frame.reach or 0) > _LONG_MS:
+        # the bars stay where they are, in ms
+        frame = replace(frame, x=frame.x.replace("[ms]", "[s]"))
+        ax.xaxis.set_major_formatter(lambda ms, _: f"{ms / 1e3:g}")
     if frame.rows is not None:
         longest = max(map(len, frame.rows), default=0)
         small = {"fontsize": 7} if longest > _LONG else {}

@@ -359,7 +359,8 @@ class SpaceExplorer(WorkloadExplorer):
         table = self.result.table
         others = table[~table["plan"].isin(front["plan"])].assign(front=False)
         both = pd.concat([front, others], ignore_index=True)
-        both = both.assign(memory_gib=both["memory_bytes"] / 2**30)
+        seconds = both.get("launched_s", both["step_s"])
+        both = both.assign(step_s=seconds, memory_gib=both["memory_bytes"] / 2**30)
         return both[["plan", "step_s", "memory_gib", "front"]]
 
     def figure(self) -> plt.Figure:

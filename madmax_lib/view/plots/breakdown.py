@@ -196,7 +196,7 @@ def plot_waiting(
     return finish(
         ax,
         table,
-        f"Rank {share.idxmax()} causes {share.max():.0%} of the waiting [ms]",
+        f"Rank {share.idxmax()} causes {share.max():.0%} of the waiting",
         x="rank that arrives last",
-        y="rank that waits",
+        y="rank that waits, and how long [ms]",
     )

@@ -76,7 +76,7 @@ def plot_causes(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         parts[list(fills)],
         f"Exposed communication: {exposed_s.min():.3g} s ({exposed_s.idxmin()}) "
         f"to {exposed_s.max():.3g} s ({exposed_s.idxmax()})",
-        x="simulated exposed communication [s], and its share of the step",
+        x="exposed communication predicted by mm.estimate [s], and its share of the step",
         rows=table.index,
         key=fills,
         columns=3,
