@@ -65,7 +65,8 @@ def beats(problem: SearchProblem, degrees: list[Degrees]) -> pd.DataFrame:
     rivals = rivals.sort_values("step_s", kind="stable")
     rivals = rivals.sort_values("fits", ascending=False, kind="stable")
     # of plans that differ in what comes with a change the best stands for all
-    rivals = rivals.drop_duplicates("changes")
+    alone = rivals["changes"].str.replace(" with [^,]*", "", regex=True)
+    rivals = rivals[~alone.duplicated()]
     rivals = rivals.groupby("count").head(_KEPT)
     return pd.concat([table.head(1), rivals], ignore_index=True)
 

@@ -66,16 +66,25 @@ def near_recipe(plans: Plans, case: Case, most: int) -> np.ndarray:
 
 
 def in_words(plan: Plan, recipe: Plan) -> str:
-    """The changes from a recipe to a plan.
+    """The changes from a recipe to a plan, with what comes with each and is not as usual.
 
-    >>> in_words(Plan(dp=4, tp=2, recompute="full"), Plan(dp=8))
-    'tp 1 -> 2, recompute none -> full'
+    >>> in_words(Plan(dp=8, zero=2, overlap_gather=True), Plan(dp=4, tp=2))
+    'tp 2 -> 1, zero 0 -> 2 with overlap_gather True'
     """
-    return ", ".join(
-        f"{name} {getattr(recipe, name)} -> {getattr(plan, name)}"
-        for name, mask in changed(plan, recipe).items()
-        if mask
-    )
+    usual = Plan()
+    words = []
+    for name, mask in changed(plan, recipe).items():
+        more = [
+            f"{field} {getattr(plan, field)}"
+            for field, of in _WITH.items()
+            if of == name
+            and getattr(plan, field)
+            not in (getattr(usual, field), getattr(recipe, field))
+        ]
+        if mask:
+            change = f"{name} {getattr(recipe, name)} -> {getattr(plan, name)}"
+            words.append(" with ".join(filter(None, [change, " and ".join(more)])))
+    return ", ".join(words)
 
 
 def with_recipe(case: Case, like) -> Case:

@@ -62,6 +62,11 @@ def test_published_totals_lie_where_the_others_say():
     error = np.log(factor * table["predicted_hours"] / table["device_hours"])
     outside = table["model"][np.abs(error) > np.hypot(width, step)]
     assert outside.tolist() == ["llama3-8b", "llama3-8b"] and 1.2 < np.exp(width) < 1.5
+    took = " and ".join(
+        f"{ratio:.1f}" for ratio in sorted(np.exp(-error[outside.index]))
+    )
+    note = campaign("gpt2", 1e10, "dgx-a100", devices=8).notes["miss"]
+    assert f"{len(table) - 2} of {len(table)}" in note and took in note
     assert len(judged) == 8 and judged["release"].nunique() == 6
     factors, widths = np.transpose([practice(release) for release in judged["release"]])
     ratio = factors * judged["predicted_hours"] / judged["device_hours"]

@@ -18,6 +18,8 @@ from madmax_lib.traces.read.readers import TRACE_SUFFIXES, reader_of
 
 _ITERATION = re.compile(r"iteration_(\d+)$")
 _ARCHIVE = re.compile(r"\.(?:zip|tgz|tar(?:\.gz|\.bz2|\.xz)?)$")
+# what `madmax train` writes beside them
+_BESIDE = ("env.json", "spec.json", "summary.json")
 # below a folder without traces, from the nearest; the last two are TensorBoard's
 _DEEPER = ("*", "*/*", "plugins/profile/*", "*/plugins/profile/*")
 
@@ -134,7 +136,9 @@ def _in_folder(folder):
     named = [
         path
         for path in folder.iterdir()
-        if path.suffix in TRACE_SUFFIXES and not path.name.startswith(".")
+        if path.suffix in TRACE_SUFFIXES
+        and not path.name.startswith(".")
+        and path.name not in _BESIDE
     ]
     files = [path for path in named if path.is_file()]
     if broken := [path for path in named if path.is_symlink() and not path.exists()]:
