@@ -12,11 +12,12 @@ from madmax_lib.catalog.refusals import refuse
 class BlockKind(StrEnum):
     """A block of a layer, by its letter in Megatron-Core's hybrid patterns.
 
-    x, m, K and L are ours: Megatron-Core has no letter for them.
+    w, x, m, K and L are ours: Megatron-Core has no letter for them.
     """
 
     # letter, what it is, and the fields of a model that it needs
     ATTENTION = "*", "attention"
+    WINDOWED = "w", "attention to a window", "window"
     CROSS_ATTENTION = "x", "attention to the encoder", "decoder_sequence", "sequence"
     FEED_FORWARD = "-", "feed-forward part", "ffn"
     EXPERTS = "E", "experts", "experts"
@@ -95,7 +96,7 @@ class Blocks(str):
     @property
     def has_attention(self) -> bool:
         """Whether a block has attention of tokens to each other."""
-        return BlockKind.ATTENTION in self
+        return BlockKind.ATTENTION in self or BlockKind.WINDOWED in self
 
     @property
     def has_cross_attention(self) -> bool:
@@ -113,14 +114,22 @@ class Blocks(str):
         return any(kind.is_mixer for kind in self.kinds)
 
 
+# sizes of attention, which blocks w may have of their own: window_heads and so on
+OF_HEADS = ("heads", "kv_heads", "head_dim", "v_head_dim", "sinks")
 # fields that describe a stack of usual layers: blocks say it in their own way
-_OF_USUAL_STACKS = ("dense_layers", "moe_every", "window", "image")
+_OF_USUAL_STACKS = ("dense_layers", "moe_every", "full_every", "image")
+# fields that blocks without their kind have no use for
+_OF_KINDS = {"experts": BlockKind.EXPERTS, "window": BlockKind.WINDOWED}
 
 
 def check_blocks(model) -> None:
     """Raises ValueError for blocks of a model that are none, or lack a size."""
     if (model.decoder_sequence > 0) != (BlockKind.CROSS_ATTENTION in model.blocks):
         refuse(model, "decoder_sequence", "and blocks with x belong together")
+    for name in OF_HEADS:
+        field = f"window_{name}"
+        if getattr(model, field) and BlockKind.WINDOWED not in model.blocks:
+            refuse(model, field, "belongs to blocks with w")
     if not model.blocks:
         return
     words = model.blocks.split()
@@ -148,7 +157,7 @@ def check_blocks(model) -> None:
 def _check_combinations(model):
     """Raises ValueError for fields, mixers and orders that do not go together."""
     blocks = Blocks(model.blocks)
-    unused = () if blocks.has_experts else ("experts",)
+    unused = [field for field, kind in _OF_KINDS.items() if kind not in blocks]
     for field in (*_OF_USUAL_STACKS, *unused):
         if getattr(model, field):
             refuse(model, field, f"does not go with blocks={model.blocks!r}")

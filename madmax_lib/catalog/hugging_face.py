@@ -17,6 +17,7 @@ import pandas as pd
 from madmax_lib.base.fields import parse_fields, require_int, short_repr
 from madmax_lib.catalog.hugging_face_stacks import (
     STACKED,
+    in_usual_words,
     of_mamba_ssm,
     size_of,
     stacked,
@@ -47,6 +48,8 @@ _UNIFORM = {
     "use_sliding_window": [False],
     "moe_layer_freq": [1],
     "interleave_moe_layer_step": [1],
+    "hidden_size_per_layer_input": [0],
+    "num_kv_shared_layers": [0],
 }
 # keys of a size, whatever the kind
 _SIZES = {
@@ -94,6 +97,7 @@ def read_config(path: Path, rows: pd.DataFrame) -> Transformer:
     if isinstance(config.get("ssm_cfg"), dict):
         config = of_mamba_ssm(path, config)
     config, seen = _trained_part(path, config)
+    config = in_usual_words(config)
     try:
         fields = _fields(config, rows, str(path))
         return Transformer(name, **fields | _seen(path, seen, fields["hidden"]))
@@ -157,7 +161,8 @@ def _fields(config, rows, where):
     for key, uniform in _UNIFORM.items():
         if key not in read and config.get(key) not in (None, *uniform):
             raise _UnmodelledError(
-                f"{key}={config[key]!r}: layers of several kinds are not modelled"
+                f"{key}={config[key]!r}: layers of several kinds, or with tables of their "
+                "own, are not modelled"
             )
     texts = {field: _value(where, config, *of) for field, of in keys.items()}
     pattern = texts.get("full_every", "")
@@ -188,7 +193,8 @@ def _fields(config, rows, where):
     bias = shape.get("attention_bias", "all")  # of several models a flag
     shape["attention_bias"] = {"1": "all", "0": "none"}.get(bias, bias)
     every = shape.get("full_every", 0)
-    shape["full_every"] = _full_every(config, every) if shape.get("window") else 0
+    has_windows = shape.get("window") and kind not in STACKED
+    shape["full_every"] = _full_every(config, every) if has_windows else 0
     try:
         shape |= _of_terms(terms, shape)
         rest = stacked if kind in STACKED else _fields_without_key

@@ -13,7 +13,8 @@ from madmax_lib.base.fields import require_int, short_repr
 # words for attention to all tokens: those of lists of layers, or 1 beside 0
 _FULL = ("full_attention", 1, True)
 # layers of which the last attends to all, where a configuration does not say
-_FULL_EVERY = {"G": 4, "L": 2, "K": 4}
+_FULL_EVERY = {"G": 4, "L": 2, "K": 4, "w": 6}
+_GEMMA_4 = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
 _LAYER_TYPES = {
     "mamba": "M",
     "linear_attention": "M",
@@ -80,6 +81,32 @@ def of_mamba_ssm(path: Path, config: dict) -> dict:
             "n_groups": mixer.get("ngroups", 1),
         }
     return sizes
+
+
+def in_usual_words(config: dict) -> dict:
+    """A configuration that says which layers are mixtures, and which attend to a window,
+    as transformers does; sizes of some layers alone have `own_` before their keys.
+
+    Raises ValueError for a number of layers that is none.
+    """
+    result = config | {}
+    mixtures = config.get("moe_layer_freq")
+    if numbers := config.get("moe_layers_enum"):  # such as 3,4,5
+        numbers = str(numbers).strip("[]").replace(" ", "").split(",")
+        count = size_of(config, "num_hidden_layers")
+        mixtures = [str(layer) in numbers for layer in range(count)]
+    if isinstance(mixtures, list):
+        words = ["sparse" if flag else "dense" for flag in mixtures]
+        result |= {"mlp_layer_types": words, "moe_layer_freq": None}
+    if isinstance(flags := config.get("hybrid_layer_pattern"), list):
+        result["layer_types"] = ["window" if flag else _FULL[0] for flag in flags]
+    by_layer = config.get("per_layer_config")
+    parts = [config.get("attention_other_setting")]
+    parts += by_layer.values() if isinstance(by_layer, dict) else []
+    for part in parts:
+        if isinstance(part, dict):
+            result |= {f"own_{key}": size for key, size in part.items()}
+    return result
 
 
 def _encoder_decoder(config, shape, usual="gated-gelu", tables=0):
@@ -169,9 +196,9 @@ def _nemotron(config, shape):
     return fields
 
 
-def _linear(config, shape, letter):
-    """A mixer, or attention in every n-th layer or those of a list, and a feed-forward
-    part or experts.
+def _mixed(config, shape, letter):
+    """Another block, or attention in every n-th layer or those of a list, and a
+    feed-forward part or experts.
     """
     count = shape["layers"]
     types = config.get("layer_types") or config.get("attn_type_list")
@@ -180,15 +207,31 @@ def _linear(config, shape, letter):
         types = [(layer + 1) % every == 0 for layer in range(count)]
     first = ["*" if word in _FULL else letter for word in types]
     dense = shape.get("dense_layers", 0) if shape["experts"] else count
+    blocks = [
+        block + ("-" if layer < dense else "E")
+        for layer, block in enumerate(first[:count])
+    ]
+    return {"blocks": blocks, "dense_layers": 0, "moe_every": 0}
+
+
+def _windowed(config, shape, *, is_gemma=False):
+    """Attention to a window, or to all tokens with heads of its own; Gemma 4 has experts
+    beside the feed-forward part, with three norms, and a scale of what is routed.
+    """
+    fields = _mixed(config, shape, "w")
+    if is_gemma and shape["experts"]:
+        fields["blocks"] = [word.replace("E", "-E") for word in fields["blocks"]]
+        more = shape["other_layer_parameters"] + 3 * shape["hidden"]
+        fields["other_layer_parameters"] = more
+    return fields
+
+
+def _linear(config, shape, letter):
+    """A mixer, or attention, and a feed-forward part or experts."""
     width = shape.get("head_dim") or shape["hidden"] // shape["heads"]
     # the gate of a shared expert stands in every layer
     gate = shape.get("other_layer_parameters", 0)
-    return {
-        "blocks": [
-            mixer + ("-" if layer < dense else "E") for layer, mixer in enumerate(first)
-        ],
-        "dense_layers": 0,
-        "moe_every": 0,
+    return _mixed(config, shape, letter) | {
         "mixer_channels": shape["mixer_heads"] * width,
         "mixer_state": shape.get("mixer_state", width),
         "other_mixer_parameters": gate,
@@ -274,4 +317,6 @@ STACKED = {
     "minimax": partial(_linear, letter="L"),
     "minimax_text_01": partial(_linear, letter="L"),
     "kimi_linear": _kimi,
+    **dict.fromkeys(_GEMMA_4, partial(_windowed, is_gemma=True)),
+    **dict.fromkeys(("mimo_v2_flash", "step3p5", "step3p7"), _windowed),
 }

@@ -7,11 +7,12 @@ as torch's FlopCounterMode does with MATH attention. What a model trains on is i
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from math import gcd
 
 from madmax_lib.base.fields import check_fields, dataclass_repr
-from madmax_lib.catalog.blocks import BlockKind, Blocks, check_blocks
+from madmax_lib.catalog.blocks import OF_HEADS, BlockKind, Blocks, check_blocks
 from madmax_lib.catalog.hardware import Cluster, Device, Host, Link
 from madmax_lib.catalog.mixers import (
     Matrix,
@@ -46,6 +47,13 @@ class LayerFormulas:
         core_width FLOPs per query and key.
         """
         return self.heads * (self.score_dim + self.v_head_dim) / 2
+
+    @property
+    def key_value_outputs(self):
+        """Channels that the product for queries, keys and values gives per head of the
+        latter two.
+        """
+        return self.head_dim + self.v_head_dim * (1 - self.shared_values)
 
     @property
     def router_parameters(self):
@@ -128,6 +136,8 @@ class Transformer(LayerFormulas):
     rope_head_dim: int = 0  # further channels per head that carry positions
     v_head_dim: int = 0  # channels of values per head; 0: head_dim
     attention_gate: bool = False  # queries bring a gate of attention's output
+    head_gate: bool = False  # or a number per head [Step-3.5-Flash]
+    shared_values: bool = False  # keys are values too, but for blocks w [Gemma 4]
     # of an indexer that chooses the `window` tokens that a layer attends to
     # [DeepSeek-V3.2, arXiv 2512.02556]
     index_heads: int = 0
@@ -135,6 +145,12 @@ class Transformer(LayerFormulas):
     window: int = 0  # tokens that a layer attends to; 0: all
     full_every: int = 0  # every layer of this number attends to all; 0: none
     sinks: bool = False  # one learned score per head beside those of the keys
+    # of blocks w, whose layers attend to the window; 0: as those of attention to all
+    window_heads: int = 0
+    window_kv_heads: int = 0
+    window_head_dim: int = 0
+    window_v_head_dim: int = 0
+    window_sinks: bool = False
     image: int = 0  # edge in pixels; 0: no image
     patch: int = 0  # edge in pixels
     classes: int = 0  # outputs of the vision transformer's head
@@ -189,6 +205,9 @@ class Transformer(LayerFormulas):
             object.__setattr__(self, "tied", False)  # there is no token table
         if self.heads % self.kv_heads:
             refuse(self, "kv_heads", f"does not divide heads={self.heads}")
+        near_heads = self.window_heads or self.heads
+        if near_heads % (self.window_kv_heads or self.kv_heads):
+            refuse(self, "window_kv_heads", f"does not divide {near_heads} heads")
         if self.experts and not 0 < self.active_experts <= self.experts:
             refuse(self, "active_experts", f"is not in 1..{self.experts}")
         if self.dense_layers > self.layers:
@@ -218,9 +237,28 @@ class Transformer(LayerFormulas):
         return list(dict.fromkeys(self.layer_kinds))
 
     @cached_property
+    def window_model(self) -> "Transformer":
+        """The model with the attention of its blocks w in place of its own."""
+        sizes = {
+            name: getattr(self, f"window_{name}") or getattr(self, name)
+            for name in OF_HEADS
+        }
+        return replace(self, shared_values=False, **sizes)
+
+    @cached_property
     def all_blocks(self) -> Blocks:
         """The blocks of the layers that differ, one after another."""
         return Blocks("".join(self.kinds))
+
+    @property
+    def tp_heads(self) -> int:
+        """Heads that the tp ranks share out, in layers of either attention."""
+        return gcd(self.heads, self.window_heads)
+
+    @property
+    def tp_kv_heads(self) -> int:
+        """The same of keys and values."""
+        return gcd(self.kv_heads, self.window_kv_heads)
 
     @property
     def moe_layers(self) -> int:
@@ -238,9 +276,9 @@ class Transformer(LayerFormulas):
 
     @property
     def windowed_share(self) -> float:
-        """Share of layers that attend to a window only."""
+        """Share of layers that attend to a window only; `blocks` say themselves which."""
         full = self.layers // self.full_every if self.full_every else 0
-        return 1 - full / self.layers if self.window else 0.0
+        return 1 - full / self.layers if self.window and not self.blocks else 0.0
 
     @property
     def attention_matrices(self) -> tuple[Matrix, ...]:
@@ -250,9 +288,10 @@ class Transformer(LayerFormulas):
         queries = self.heads * self.score_dim
         projection = Matrix("projection", self.heads * self.v_head_dim, self.hidden)
         if not self.kv_lora_rank:
-            keys = self.kv_heads * self.head_dim  # as many channels as values
             queries += self.attention_gate * projection.inputs
-            return Matrix("qkv", self.hidden, queries + 2 * keys), projection
+            queries += self.head_gate * self.heads
+            keys_values = self.kv_heads * self.key_value_outputs
+            return Matrix("qkv", self.hidden, queries + keys_values), projection
         # Latent attention: queries may, keys and values do come from a latent
         # [DeepSeek-V2, arXiv 2405.04434, section 2.1].
         if rank := self.q_lora_rank:
@@ -280,7 +319,7 @@ class Transformer(LayerFormulas):
     def attention_parameters(self) -> int:
         """Parameters of one layer's attention."""
         queries = self.heads * self.head_dim
-        qkv = queries + 2 * self.kv_heads * self.head_dim
+        qkv = queries + self.kv_heads * self.key_value_outputs
         bias = {"all": qkv + self.hidden, "qkv": qkv, "none": 0}[self.attention_bias]
         norms = self.qk_norm * 2 * self.head_dim + self.q_lora_rank + self.kv_lora_rank
         norms += 2 * self.index_dim  # of the indexer's keys, with a bias
@@ -291,6 +330,8 @@ class Transformer(LayerFormulas):
     def layer_window(self, layer: int) -> int:
         """Tokens that a layer attends to, 0 for all."""
         is_full = self.full_every and (layer + 1) % self.full_every == 0
+        if self.blocks:
+            is_full = BlockKind.WINDOWED not in self.layer_kinds[layer]
         return 0 if is_full else self.window
 
     @property
@@ -332,6 +373,8 @@ class Transformer(LayerFormulas):
             return mixer_parameters(self, block)
         if block == BlockKind.FEED_FORWARD:
             return self.mlp_parameters(self.ffn)
+        if block == BlockKind.WINDOWED:
+            return self.window_model.attention_parameters
         return (
             self.moe_parameters
             if block == BlockKind.EXPERTS
@@ -409,6 +452,8 @@ class Transformer(LayerFormulas):
 
     def _add_block(self, terms, block, tokens, keys):
         """Add the FLOPs of a block for tokens that each attend to `keys`."""
+        if block == BlockKind.WINDOWED:
+            self.window_model._add_block(terms, BlockKind.ATTENTION, tokens, keys)
         if block in (BlockKind.ATTENTION, BlockKind.CROSS_ATTENTION):
             products = sum(matrix.parameters for matrix in self.attention_matrices)
             terms["projections"] += 2 * tokens * products

@@ -250,7 +250,7 @@ _TRANSFORMER = (
     _shape_rule(
         "tp",
         "the attention heads",
-        lambda c: c.model.heads * c.model.all_blocks.has_attention,
+        lambda c: c.model.tp_heads * c.model.all_blocks.has_attention,
         "attention heads",
     ),
     _shape_rule(
@@ -298,10 +298,10 @@ _TRANSFORMER = (
         "tp must divide the key-value heads, or be a multiple",
         lambda p, c: (
             c.model.all_blocks.has_attention
-            & _leaves_rest(c.model.kv_heads, p.tp)
-            & _leaves_rest(p.tp, c.model.kv_heads)
+            & _leaves_rest(c.model.tp_kv_heads, p.tp)
+            & _leaves_rest(p.tp, c.model.tp_kv_heads)
         ),
-        "tp={p.tp} does not divide {c.model.kv_heads} key-value heads of {c.model.name}",
+        "tp={p.tp} does not divide {c.model.tp_kv_heads} key-value heads of {c.model.name}",
         may_pad=True,
     ),
     # each rank has every head for its part of the tokens, then a part of the heads
@@ -309,10 +309,10 @@ _TRANSFORMER = (
     Rule(
         "cp must divide the heads of a tp rank under Ulysses",
         lambda p, c: (
-            (p.context == "ulysses") & _leaves_rest(c.model.heads // p.tp, p.cp)
+            (p.context == "ulysses") & _leaves_rest(c.model.tp_heads // p.tp, p.cp)
         ),
         lambda p, c: (
-            f"cp={p.cp} does not divide {c.model.heads // p.tp} attention heads of a "
+            f"cp={p.cp} does not divide {c.model.tp_heads // p.tp} attention heads of a "
             f"tp rank of {c.model.name}"
         ),
     ),

@@ -27,6 +27,8 @@ _NOT_BUILT = (
     "sinks",
     "qk_norm",
     "attention_gate",
+    "head_gate",
+    "shared_values",
     "expert_latent",
     "index_heads",
     "tower",

@@ -13,6 +13,7 @@ from support import cells, refused, rows_beside
 from madmax_lib import catalog
 from madmax_lib.plan import Case, Plan
 from madmax_lib.simulator.estimate import estimate
+from madmax_lib.simulator.memory.memory import memory, peak_bytes
 
 # name: (configuration, parameters). [Model cards and safetensors; for stacks of several
 # kinds of layers the classes of transformers 5.23, for T5 1.1, Flan and mT5, whose head
@@ -114,6 +115,7 @@ def test_configurations_of_mamba_ssm_are_read_too(read, config, multiple, name):
     Jamba-v0.1 | m- mE m- mE *- mE m- mE
     mamba2-2.7b | M
     granite-4.0-h-tiny | ME ME ME ME ME *E ME ME ME ME
+    gemma-4-26B-A4B | w-E w-E w-E w-E w-E *-E
     """),
 )
 def test_layers_of_a_stack_are_those_of_its_configuration(read, name, blocks):
@@ -134,6 +136,51 @@ def test_layers_of_a_window_in_turn_with_all_tokens(read, types):
     model = read("gemma-3-1b", sliding_window=512, layer_types=types)
     windows = [model.layer_window(layer) for layer in (0, 4, 5, 11, 12)]
     assert windows == [512, 512, 0, 0, 512]
+
+
+def test_a_window_is_said_by_blocks_too(read):
+    """Alike in parameters, FLOPs, memory and both forms of a step."""
+    usual = read("gemma-3-1b", num_hidden_layers=24, sliding_window=512)
+    stack = replace(usual, full_every=0, blocks="w- w- w- w- w- *-")
+    cases = [
+        Case(model, SERVERS, Plan(dp=8, pp=4), 32, 4096) for model in (usual, stack)
+    ]
+    assert usual.parameters == stack.parameters
+    assert usual.forward_flops(2) == stack.forward_flops(2)
+    tables = [memory(model, "dp8.pp4", sequence=4096) for model in (usual, stack)]
+    assert peak_bytes(tables[0]) == pytest.approx(peak_bytes(tables[1]))
+    assert laid_out_s(cases[0]) == pytest.approx(laid_out_s(cases[1]))
+    assert closed_s(cases[1]) == pytest.approx(laid_out_s(cases[1]), rel=0.01)
+    with refused("belongs to blocks with w", "window_heads"):
+        replace(usual, window_heads=8)
+    with refused("does not divide 4 heads", "window_kv_heads"):
+        replace(stack, window_kv_heads=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "full", "near"),
+    cells("""
+    gemma-4-31B | 32 4 512 512 | 32 16 256 256
+    MiMo-V2-Flash | 64 4 192 128 | 64 8 192 128
+    Step-3.5-Flash | 64 8 128 128 | 96 8 128 128
+    """),
+)
+def test_heads_differ_between_a_window_and_all_tokens(read, name, full, near):
+    model = read(name)
+    for attention, sizes in ((model, full), (model.window_model, near)):
+        names = ("heads", "kv_heads", "head_dim", "v_head_dim")
+        assert [getattr(attention, field) for field in names] == [
+            *map(int, sizes.split())
+        ]
+    cases = [Case(model, SERVERS, Plan(dp=4, tp=8, zero=1), 32, 8192)]
+    assert closed_s(cases[0]) == pytest.approx(laid_out_s(cases[0]), rel=0.01)
+
+
+def test_tp_shares_out_the_heads_of_both_kinds_of_layers(read):
+    """64 divides the heads of all tokens, and not the 96 of a window."""
+    with refused("tp=64 does not divide 32 attention heads"):
+        model = read("Step-3.5-Flash")
+        Plan(tp=64).check(model, catalog.cluster("dgx-h100", 8), 8, 8192)
 
 
 # What it says itself are its sizes; the rest are the defaults of its kind.
@@ -226,6 +273,7 @@ def test_what_cannot_be_said_is_refused_with_a_way_out(
     [
         ("granite-4.0-h-tiny", "layer_types", ["conv"] * 40, "'conv' & not modelled"),
         ("gemma-3-1b", "layer_types", FULL + SLIDING * 24 + FULL, "[1, 26] & n-th"),
+        ("gemma-4-31B", "hidden_size_per_layer_input", 256, "tables of their own"),
         *cells("""
         DeepSeek-V3 | vocab_size | 0 | =0 & not a size
         DeepSeek-V3 | intermediate_size | 0 | =0 & not a size

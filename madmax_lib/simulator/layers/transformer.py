@@ -100,6 +100,9 @@ def layer_blocks(
     for kind in layer.kinds:
         if kind == BlockKind.ATTENTION:
             blocks += _attention(work, number, windowed, not is_encoder)
+        elif kind == BlockKind.WINDOWED:
+            near = replace(work, shape=Shape.of(model.window_model))
+            blocks += _attention(near, number, True, True)
         elif kind == BlockKind.CROSS_ATTENTION:
             blocks.append(cross_attention(work, encoder, number))
         elif kind.is_mixer:
@@ -210,7 +213,7 @@ def _attention(work, number, windowed, causal):
     tokens = work.tokens
     width = work.width
     # heads of keys and values that several tp devices hold
-    copied = 2 * shape.head_dim * np.maximum(tp - shape.kv_heads, 0)
+    copied = shape.key_value_outputs * np.maximum(tp - shape.kv_heads, 0)
     first = [work.norm()]
     for name, inputs, outputs in shape.matrices:
         columns = (outputs + (copied if name == "qkv" else 0)) / tp

@@ -60,7 +60,7 @@ class Shape(LayerFormulas):
     router_bias: Number
     dense_layers: Number  # first ones that are no mixtures
     mixture_share: Number  # of the layers: those that are mixtures
-    attention_gate: Number
+    shared_values: Number
     index_heads: Number  # of the indexer that chooses the tokens of the window
     index_dim: Number
     window: Number  # tokens a layer attends to

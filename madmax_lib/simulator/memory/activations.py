@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from madmax_lib.catalog import Software, Transformer
-from madmax_lib.catalog.blocks import Blocks
+from madmax_lib.catalog.blocks import BlockKind, Blocks
 from madmax_lib.catalog.mixers import mixer_elements
 from madmax_lib.plan import Case
 from madmax_lib.simulator.layers.ops import BYTES
@@ -63,6 +63,9 @@ def layer_bytes(case: Case, word: str, software: Software) -> LayerBytes:
     """
     blocks = Blocks(word)
     model = case.model
+    if BlockKind.WINDOWED in blocks:
+        blocks = Blocks(word.replace(BlockKind.WINDOWED, BlockKind.ATTENTION))
+        model = model.window_model
     p = case.plan
     tp = p.tp
     h = model.hidden
@@ -85,11 +88,11 @@ def layer_bytes(case: Case, word: str, software: Software) -> LayerBytes:
     # the first product of a gated part is twice as wide
     halves = 2 if model.gated else 1
     qkv, latent, values = _attention_widths(model, blocks)
-    inner = blocks.count("-") * model.ffn
-    shared = routed = router = 0
+    shared = blocks.count("-") * model.ffn
+    inner = routed = router = 0
     if blocks.has_experts:
         inner = model.active_experts * model.expert_ffn
-        shared = model.shared_experts * model.expert_ffn
+        shared += model.shared_experts * model.expert_ffn
         routed = model.active_experts * model.expert_inputs
         router = _ROUTER_BYTES * model.experts
     load = np.where(p.capacity > 0, p.capacity, p.busiest(case.imbalance, model))
@@ -167,7 +170,7 @@ def _attention_widths(model, blocks):
         latent = 2 * (model.q_lora_rank + model.kv_lora_rank) + model.rope_head_dim
         return _Widths(2 * scored + values, own_count * latent, values)
     q = (1 + model.attention_gate) * model.heads * model.head_dim
-    kv = 2 * model.kv_heads * model.head_dim
+    kv = model.kv_heads * (model.head_dim + model.v_head_dim)
     # keys and values of the encoder
     longer = model.sequence / model.decoder_sequence if cross_count else 0
     qkv = own_count * (q + kv) + cross_count * (q + longer * kv)
