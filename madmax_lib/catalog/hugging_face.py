@@ -34,7 +34,7 @@ _LONGEST_TRAINED = 65_536
 class _Terms:
     """Rows of the table that are no fields of a `Transformer`, and become some."""
 
-    more_norms: int = 0  # of a layer, beside its two; below zero: fewer
+    more_norms: int = 0  # of a layer, beside its two
     qk_norm_all: bool = False  # norms of all of q and k, not of each head
     qkv_bias: bool = False  # biases of all products of attention but the last
     shared_ffn: int = 0  # width of the shared expert, of a multiple of the others'
@@ -50,6 +50,7 @@ _UNIFORM = {
     "interleave_moe_layer_step": [1],
     "hidden_size_per_layer_input": [0],
     "num_kv_shared_layers": [0],
+    "qk_layernorm": [False],
 }
 # keys of a size, whatever the kind
 _SIZES = {
@@ -193,8 +194,8 @@ def _fields(config, rows, where):
     bias = shape.get("attention_bias", "all")  # of several models a flag
     shape["attention_bias"] = {"1": "all", "0": "none"}.get(bias, bias)
     every = shape.get("full_every", 0)
-    has_windows = shape.get("window") and kind not in STACKED
-    shape["full_every"] = _full_every(config, every) if has_windows else 0
+    if kind not in STACKED:
+        shape["full_every"] = _full_every(config, every) if shape.get("window") else 0
     try:
         shape |= _of_terms(terms, shape)
         rest = stacked if kind in STACKED else _fields_without_key
@@ -319,6 +320,8 @@ def _fields_without_key(kind, config, shape):
     """
     hidden = shape["hidden"]
     has_bias = shape["attention_bias"] == "all"
+    if kind == "falcon":
+        return _of_falcon(config)
     if kind == "bert":  # types of tokens and the pooler
         types = size_of(config, "type_vocab_size", 2, least=0)
         return {"other_parameters": types * hidden + hidden * (hidden + 1)}
@@ -360,6 +363,19 @@ def _of_terms(terms, shape):
                 "the others' width, or only in some layers, is not modelled"
             )
         result["shared_experts"] = shared // expert
+    return result
+
+
+def _of_falcon(config):
+    """Heads of keys and values: one, but for Falcon-40B's kind and those that say so; it
+    has two norms, too.
+    """
+    is_new = bool(config.get("new_decoder_architecture"))
+    norms = config.get("num_ln_in_parallel_attn") or 1 + is_new
+    is_parallel = config.get("parallel_attn", True)
+    result = {"shared_norm": is_parallel and norms == 1}
+    if config.get("multi_query", True) and not is_new:
+        result["kv_heads"] = 1
     return result
 
 

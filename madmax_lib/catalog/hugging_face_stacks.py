@@ -12,8 +12,9 @@ from madmax_lib.base.fields import require_int, short_repr
 
 # words for attention to all tokens: those of lists of layers, or 1 beside 0
 _FULL = ("full_attention", 1, True)
-# layers of which the last attends to all, where a configuration does not say
-_FULL_EVERY = {"G": 4, "L": 2, "K": 4, "w": 6}
+_HEADS_DIFFER = ("mimo_v2_flash", "step3p5", "step3p7", "cohere2_moe")
+# what blocks say of layers
+_OF_USUAL_STACKS = ("dense_layers", "moe_every", "full_every")
 _GEMMA_4 = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
 _LAYER_TYPES = {
     "mamba": "M",
@@ -203,7 +204,7 @@ def _mixed(config, shape, letter):
     count = shape["layers"]
     types = config.get("layer_types") or config.get("attn_type_list")
     if not types:
-        every = size_of(config, "full_attention_interval", _FULL_EVERY[letter])
+        every = require_int("full_every", shape["full_every"], 1)
         types = [(layer + 1) % every == 0 for layer in range(count)]
     first = ["*" if word in _FULL else letter for word in types]
     dense = shape.get("dense_layers", 0) if shape["experts"] else count
@@ -211,7 +212,7 @@ def _mixed(config, shape, letter):
         block + ("-" if layer < dense else "E")
         for layer, block in enumerate(first[:count])
     ]
-    return {"blocks": blocks, "dense_layers": 0, "moe_every": 0}
+    return {"blocks": blocks} | dict.fromkeys(_OF_USUAL_STACKS, 0)
 
 
 def _windowed(config, shape, *, is_gemma=False):
@@ -318,5 +319,5 @@ STACKED = {
     "minimax_text_01": partial(_linear, letter="L"),
     "kimi_linear": _kimi,
     **dict.fromkeys(_GEMMA_4, partial(_windowed, is_gemma=True)),
-    **dict.fromkeys(("mimo_v2_flash", "step3p5", "step3p7"), _windowed),
+    **dict.fromkeys(_HEADS_DIFFER, _windowed),
 }

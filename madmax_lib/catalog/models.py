@@ -115,6 +115,9 @@ class Transformer(LayerFormulas):
     attention_bias: str = "all"  # of all products, of qkv, or none
     qk_norm: bool = False  # rms norms of queries and keys per head
     mlp_bias: bool = True  # of the feed-forward products
+    # attention and feed-forward part side by side, behind one norm; under tp each has
+    # collectives of its own, as in transformers' plans
+    shared_norm: bool = False
     tied: bool = True  # the head is the token table; never for images
     # of the tokens, those that the head predicts; below 1 an encoder with masked tokens,
     # which attend both ways [BERT, arXiv 1810.04805]; 2: of each the next two
@@ -325,7 +328,8 @@ class Transformer(LayerFormulas):
         norms += 2 * self.index_dim  # of the indexer's keys, with a bias
         sinks = self.sinks * self.heads
         products = sum(matrix.parameters for matrix in self.attention_matrices)
-        return products + bias + norms + sinks + self.other_layer_parameters
+        more = self.other_layer_parameters - self.shared_norm * self.norm_parameters
+        return products + bias + norms + sinks + more
 
     def layer_window(self, layer: int) -> int:
         """Tokens that a layer attends to, 0 for all."""

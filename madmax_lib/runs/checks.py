@@ -28,6 +28,7 @@ _NOT_BUILT = (
     "qk_norm",
     "attention_gate",
     "head_gate",
+    "shared_norm",
     "shared_values",
     "expert_latent",
     "index_heads",

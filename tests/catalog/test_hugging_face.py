@@ -12,6 +12,7 @@ from support import cells, refused, rows_beside
 
 from madmax_lib import catalog
 from madmax_lib.plan import Case, Plan
+from madmax_lib.plan_flags.sizes import megatron_sizes
 from madmax_lib.simulator.estimate import estimate
 from madmax_lib.simulator.memory.memory import memory, peak_bytes
 
@@ -181,6 +182,25 @@ def test_tp_shares_out_the_heads_of_both_kinds_of_layers(read):
     with refused("tp=64 does not divide 32 attention heads"):
         model = read("Step-3.5-Flash")
         Plan(tp=64).check(model, catalog.cluster("dgx-h100", 8), 8, 8192)
+
+
+def test_one_norm_for_both_parts_is_one_less(read):
+    """Parameters, and what the norm of a feed-forward part keeps: its input and, for the
+    product, its result.
+    """
+    model = read("command-r7b")
+    usual = replace(model, shared_norm=False)
+    assert usual.parameters - model.parameters == model.layers * model.hidden
+    tables = [
+        memory(one, "dp1", sequence=4096, software="megatron-core")
+        for one in (usual, model)
+    ]
+    kept = [table.set_index("component")["size_bytes"] for table in tables]
+    vector_bytes = 2 * 4096 * model.hidden * model.layers
+    saved = kept[0]["activations"] - kept[1]["activations"]
+    assert saved == 2 * vector_bytes
+    with refused("Megatron's flags & not written"):
+        megatron_sizes(model, 4096)
 
 
 # What it says itself are its sizes; the rest are the defaults of its kind.

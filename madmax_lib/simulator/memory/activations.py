@@ -112,14 +112,15 @@ def layer_bytes(case: Case, word: str, software: Software) -> LayerBytes:
     feed_forward = feed_forward + copies + router / shards
     # inputs of norms and of the first product of each block, with dropout masks
     norm = _NORM_BYTES * ("norm" in software.keeps and model.norm == "rms")
-    entering = attends * operand + (len(blocks) - attends) * trained
-    hidden = (len(blocks) * (width + dropout) + entering) * h / shards
+    norms = len(blocks) - model.shared_norm
+    entering = attends * operand + (norms - attends) * trained
+    hidden = (norms * (width + dropout) + entering) * h / shards
     # Autocast leaves the sum of the residuals in fp32, which norms keep as it is; FSDP
     # casts parameters and computes in 16 bits throughout.
     autocast = (p.zero < 2) & (width == 2)
     wider = autocast * width * ("stream" in software.keeps)
     more = np.where(wider > 0, wider, norm)
-    hidden = hidden + len(blocks) * more * h / shards
+    hidden = hidden + norms * more * h / shards
     # each product casts its input anew: queries, keys and values, and both of a gate
     again_cast = 2 * attends + (halves - 1) * blocks.count("-")
     again_cast = again_cast * autocast * ("casts" in software.keeps)
