@@ -12,12 +12,14 @@ from madmax_lib.catalog.refusals import refuse
 class BlockKind(StrEnum):
     """A block of a layer, by its letter in Megatron-Core's hybrid patterns.
 
-    w, x, m, K and L are ours: Megatron-Core has no letter for them.
+    w, c, s, x, m, K and L are ours: Megatron-Core has no letter for them.
     """
 
     # letter, what it is, and the fields of a model that it needs
     ATTENTION = "*", "attention"
     WINDOWED = "w", "attention to a window", "window"
+    COMPRESSED = "c", "attention to a window and compressed tokens", "window"
+    CHOSEN = "s", "attention to a window and chosen compressed tokens", "window"
     CROSS_ATTENTION = "x", "attention to the encoder", "decoder_sequence", "sequence"
     FEED_FORWARD = "-", "feed-forward part", "ffn"
     EXPERTS = "E", "experts", "experts"
@@ -96,7 +98,12 @@ class Blocks(str):
     @property
     def has_attention(self) -> bool:
         """Whether a block has attention of tokens to each other."""
-        return BlockKind.ATTENTION in self or BlockKind.WINDOWED in self
+        return BlockKind.ATTENTION in self or bool(self.windowed)
+
+    @property
+    def windowed(self) -> BlockKind | None:
+        """The block that attends to a window, None without one."""
+        return next((kind for kind in self.kinds if kind in WINDOWED), None)
 
     @property
     def has_cross_attention(self) -> bool:
@@ -114,22 +121,20 @@ class Blocks(str):
         return any(kind.is_mixer for kind in self.kinds)
 
 
-# sizes of attention, which blocks w may have of their own: window_heads and so on
-OF_HEADS = ("heads", "kv_heads", "head_dim", "v_head_dim", "sinks")
+# attention to a window, and in c and s to compressed tokens [DeepSeek-V4], which may
+# have sizes of its own
+WINDOWED = "wcs"
 # fields that describe a stack of usual layers: blocks say it in their own way
-_OF_USUAL_STACKS = ("dense_layers", "moe_every", "full_every", "image")
-# fields that blocks without their kind have no use for
-_OF_KINDS = {"experts": BlockKind.EXPERTS, "window": BlockKind.WINDOWED}
+OF_USUAL_STACKS = ("dense_layers", "moe_every", "full_every", "image")
 
 
 def check_blocks(model) -> None:
     """Raises ValueError for blocks of a model that are none, or lack a size."""
     if (model.decoder_sequence > 0) != (BlockKind.CROSS_ATTENTION in model.blocks):
         refuse(model, "decoder_sequence", "and blocks with x belong together")
-    for name in OF_HEADS:
-        field = f"window_{name}"
-        if getattr(model, field) and BlockKind.WINDOWED not in model.blocks:
-            refuse(model, field, "belongs to blocks with w")
+    for block, field, _ in model.block_fields:
+        if block not in model.blocks or not hasattr(model, field):
+            refuse(model, "block_fields", f"has no {field} of blocks {block}")
     if not model.blocks:
         return
     words = model.blocks.split()
@@ -157,9 +162,9 @@ def check_blocks(model) -> None:
 def _check_combinations(model):
     """Raises ValueError for fields, mixers and orders that do not go together."""
     blocks = Blocks(model.blocks)
-    unused = [field for field, kind in _OF_KINDS.items() if kind not in blocks]
-    for field in (*_OF_USUAL_STACKS, *unused):
-        if getattr(model, field):
+    uses = {"experts": blocks.has_experts, "window": blocks.windowed}
+    for field in (*OF_USUAL_STACKS, *uses):
+        if getattr(model, field) and not uses.get(field):
             refuse(model, field, f"does not go with blocks={model.blocks!r}")
     mixers = {kind.label for kind in blocks.kinds if kind.is_mixer}
     if len(mixers) > 1:

@@ -16,8 +16,6 @@ import pandas as pd
 
 from madmax_lib.base.fields import parse_fields, require_int, short_repr
 from madmax_lib.catalog.hugging_face_stacks import (
-    STACKED,
-    in_usual_words,
     of_mamba_ssm,
     size_of,
     stacked,
@@ -98,7 +96,11 @@ def read_config(path: Path, rows: pd.DataFrame) -> Transformer:
     if isinstance(config.get("ssm_cfg"), dict):
         config = of_mamba_ssm(path, config)
     config, seen = _trained_part(path, config)
-    config = in_usual_words(config)
+    parts = config.get("per_layer_config") or {
+        "": config.get("attention_other_setting")
+    }
+    for part in parts.values():  # sizes of some layers alone
+        config |= {f"own_{key}": size for key, size in (part or {}).items()}
     try:
         fields = _fields(config, rows, str(path))
         return Transformer(name, **fields | _seen(path, seen, fields["hidden"]))
@@ -151,14 +153,15 @@ def _fields(config, rows, where):
     if not isinstance(kind, str) or kind not in by_kind:
         kind = _guessed(config, by_kind, where)
     keys = by_kind[kind] | {}
+    read = {key for key, _ in keys.values()}
     keys.pop("harmless", None)
+    stack = keys.pop("stack", None)
     if "refused" in keys:
         nearest, reason = keys["refused"]
         raise _UnmodelledError(
             f"{kind} has {reason}, which is not modelled; the nearest that can be read is "
             f"{nearest}"
         )
-    read = {key for key, _ in keys.values()}
     for key, uniform in _UNIFORM.items():
         if key not in read and config.get(key) not in (None, *uniform):
             raise _UnmodelledError(
@@ -176,11 +179,17 @@ def _fields(config, rows, where):
     names = {field.name for field in fields(_Terms)} & texts.keys()
     terms = {name: texts.pop(name) for name in names}
     terms = _Terms(**parse_fields(_Terms, terms, where))
+    parts = [(*name.split("."), texts.pop(name)) for name in [*texts] if "." in name]
     shape = parse_fields(Transformer, texts, where)
+    shape["block_fields"] = tuple(
+        (block, field, parse_fields(Transformer, {field: text}, where)[field])
+        for block, field, text in parts
+    )
     if shape.get("positions", "learned") != "learned":
         shape["sequence"] = _trained_sequence(config, shape["sequence"])
-    if types := config.get("mlp_layer_types"):
-        dense = [layer for layer, name in enumerate(types) if name == "dense"]
+    types = config.get("mlp_layer_types") or config.get("moe_layer_freq")
+    if isinstance(types, list):
+        dense = [layer for layer, name in enumerate(types) if name in ("dense", 0)]
         if dense != [*range(len(dense))]:
             raise _UnmodelledError(
                 f"mlp_layer_types: dense layers {dense} are not the first ones"
@@ -188,18 +197,19 @@ def _fields(config, rows, where):
         shape["dense_layers"] = len(dense)
     if config.get("n_group") == 1:  # one group of all experts limits nothing
         shape["routed_nodes"] = 0
-    shape["ffn"] = shape["ffn"] or (0 if kind in STACKED else 4 * shape["hidden"])
+    shape["ffn"] = shape["ffn"] or (0 if stack else 4 * shape["hidden"])
     if shape.get("image") and shape.get("patch"):  # a rest of pixels is left aside
         shape["image"] -= shape["image"] % shape["patch"]
     bias = shape.get("attention_bias", "all")  # of several models a flag
     shape["attention_bias"] = {"1": "all", "0": "none"}.get(bias, bias)
-    every = shape.get("full_every", 0)
-    if kind not in STACKED:
-        shape["full_every"] = _full_every(config, every) if shape.get("window") else 0
+    if not stack:
+        every = _full_every(config, shape.get("full_every", 0))
+        shape["full_every"] = every if shape.get("window") else 0
     try:
         shape |= _of_terms(terms, shape)
-        rest = stacked if kind in STACKED else _fields_without_key
-        return shape | rest(kind, config, shape)
+        if stack:
+            return shape | stacked(*stack, config, shape)
+        return shape | _fields_without_key(kind, config, shape)
     except ValueError as error:
         raise _UnmodelledError(str(error)) from None
 
@@ -320,8 +330,12 @@ def _fields_without_key(kind, config, shape):
     """
     hidden = shape["hidden"]
     has_bias = shape["attention_bias"] == "all"
-    if kind == "falcon":
-        return _of_falcon(config)
+    if kind == "falcon":  # of Falcon-40B's kind two norms and some heads of keys
+        is_new = bool(config.get("new_decoder_architecture"))
+        norms = config.get("num_ln_in_parallel_attn") or 1 + is_new
+        fields = {"shared_norm": shape["shared_norm"] and norms == 1}
+        has_one = config.get("multi_query", True) and not is_new
+        return fields | ({"kv_heads": 1} if has_one else {})
     if kind == "bert":  # types of tokens and the pooler
         types = size_of(config, "type_vocab_size", 2, least=0)
         return {"other_parameters": types * hidden + hidden * (hidden + 1)}
@@ -363,19 +377,6 @@ def _of_terms(terms, shape):
                 "the others' width, or only in some layers, is not modelled"
             )
         result["shared_experts"] = shared // expert
-    return result
-
-
-def _of_falcon(config):
-    """Heads of keys and values: one, but for Falcon-40B's kind and those that say so; it
-    has two norms, too.
-    """
-    is_new = bool(config.get("new_decoder_architecture"))
-    norms = config.get("num_ln_in_parallel_attn") or 1 + is_new
-    is_parallel = config.get("parallel_attn", True)
-    result = {"shared_norm": is_parallel and norms == 1}
-    if config.get("multi_query", True) and not is_new:
-        result["kv_heads"] = 1
     return result
 
 

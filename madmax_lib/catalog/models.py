@@ -12,7 +12,7 @@ from functools import cached_property
 from math import gcd
 
 from madmax_lib.base.fields import check_fields, dataclass_repr
-from madmax_lib.catalog.blocks import OF_HEADS, BlockKind, Blocks, check_blocks
+from madmax_lib.catalog.blocks import WINDOWED, BlockKind, Blocks, check_blocks
 from madmax_lib.catalog.hardware import Cluster, Device, Host, Link
 from madmax_lib.catalog.mixers import (
     Matrix,
@@ -140,7 +140,10 @@ class Transformer(LayerFormulas):
     v_head_dim: int = 0  # channels of values per head; 0: head_dim
     attention_gate: bool = False  # queries bring a gate of attention's output
     head_gate: bool = False  # or a number per head [Step-3.5-Flash]
-    shared_values: bool = False  # keys are values too, but for blocks w [Gemma 4]
+    shared_values: bool = False  # keys are values too
+    # of groups of heads, whose outputs enter a latent of this rank [DeepSeek-V4]
+    output_groups: int = 0
+    output_rank: int = 0
     # of an indexer that chooses the `window` tokens that a layer attends to
     # [DeepSeek-V3.2, arXiv 2512.02556]
     index_heads: int = 0
@@ -148,12 +151,14 @@ class Transformer(LayerFormulas):
     window: int = 0  # tokens that a layer attends to; 0: all
     full_every: int = 0  # every layer of this number attends to all; 0: none
     sinks: bool = False  # one learned score per head beside those of the keys
-    # of blocks w, whose layers attend to the window; 0: as those of attention to all
-    window_heads: int = 0
-    window_kv_heads: int = 0
-    window_head_dim: int = 0
-    window_v_head_dim: int = 0
-    window_sinks: bool = False
+    # of attention in a block w, c or s, in place of the model's: (block, field, value),
+    # such as ("w", "kv_heads", 16)
+    block_fields: tuple[tuple[str, str, int], ...] = ()
+    # tokens that become one, and how many of these an indexer chooses, 0 for all
+    compression: int = 0
+    index_top: int = 0
+    # of the residual, mixed at each block: hyper-connections [arXiv 2512.24880]
+    streams: int = 1
     image: int = 0  # edge in pixels; 0: no image
     patch: int = 0  # edge in pixels
     classes: int = 0  # outputs of the vision transformer's head
@@ -188,7 +193,7 @@ class Transformer(LayerFormulas):
             if getattr(self, name) not in choices:
                 refuse(self, name, f"is not one of {', '.join(choices)}")
         for name in ("q_lora_rank", "rope_head_dim"):
-            if getattr(self, name) and not self.kv_lora_rank:
+            if getattr(self, name) and not (self.kv_lora_rank or self.output_rank):
                 refuse(self, name, "belongs to a kv_lora_rank above zero")
         if self.index_heads and not (self.index_dim and self.window):
             refuse(
@@ -208,9 +213,6 @@ class Transformer(LayerFormulas):
             object.__setattr__(self, "tied", False)  # there is no token table
         if self.heads % self.kv_heads:
             refuse(self, "kv_heads", f"does not divide heads={self.heads}")
-        near_heads = self.window_heads or self.heads
-        if near_heads % (self.window_kv_heads or self.kv_heads):
-            refuse(self, "window_kv_heads", f"does not divide {near_heads} heads")
         if self.experts and not 0 < self.active_experts <= self.experts:
             refuse(self, "active_experts", f"is not in 1..{self.experts}")
         if self.dense_layers > self.layers:
@@ -240,13 +242,13 @@ class Transformer(LayerFormulas):
         return list(dict.fromkeys(self.layer_kinds))
 
     @cached_property
-    def window_model(self) -> "Transformer":
-        """The model with the attention of its blocks w in place of its own."""
-        sizes = {
-            name: getattr(self, f"window_{name}") or getattr(self, name)
-            for name in OF_HEADS
-        }
-        return replace(self, shared_values=False, **sizes)
+    def attentions(self) -> dict[str, "Transformer"]:
+        """By block, w, c or s, the model with its attention in place of its own."""
+        result = {}
+        for letter in WINDOWED:
+            fields = [one[1:] for one in self.block_fields if one[0] == letter]
+            result[letter] = replace(self, **dict(fields))
+        return result
 
     @cached_property
     def all_blocks(self) -> Blocks:
@@ -255,13 +257,9 @@ class Transformer(LayerFormulas):
 
     @property
     def tp_heads(self) -> int:
-        """Heads that the tp ranks share out, in layers of either attention."""
-        return gcd(self.heads, self.window_heads)
-
-    @property
-    def tp_kv_heads(self) -> int:
-        """The same of keys and values."""
-        return gcd(self.kv_heads, self.window_kv_heads)
+        """Heads that the tp ranks share out, in layers of any attention."""
+        heads = [model.heads for model in self.attentions.values()]
+        return gcd(*heads, self.heads, self.output_groups)
 
     @property
     def moe_layers(self) -> int:
@@ -290,10 +288,10 @@ class Transformer(LayerFormulas):
         """
         queries = self.heads * self.score_dim
         projection = Matrix("projection", self.heads * self.v_head_dim, self.hidden)
-        if not self.kv_lora_rank:
+        keys_values = self.kv_heads * self.key_value_outputs
+        if not (self.kv_lora_rank or self.output_rank):
             queries += self.attention_gate * projection.inputs
             queries += self.head_gate * self.heads
-            keys_values = self.kv_heads * self.key_value_outputs
             return Matrix("qkv", self.hidden, queries + keys_values), projection
         # Latent attention: queries may, keys and values do come from a latent
         # [DeepSeek-V2, arXiv 2405.04434, section 2.1].
@@ -304,19 +302,28 @@ class Transformer(LayerFormulas):
             ]
         else:
             matrices = [Matrix("q", self.hidden, queries)]
-        latent = self.kv_lora_rank
-        keys_values = self.heads * (self.head_dim + self.v_head_dim)
-        matrices += [
-            Matrix("kv_down", self.hidden, latent + self.rope_head_dim),
-            Matrix("kv_up", latent, keys_values),
-        ]
-        if self.index_heads:  # keys and weights of heads too
+        if latent := self.kv_lora_rank:
+            keys_values = self.heads * (self.head_dim + self.v_head_dim)
+            matrices += [
+                Matrix("kv_down", self.hidden, latent + self.rope_head_dim),
+                Matrix("kv_up", latent, keys_values),
+            ]
+        else:
+            width = self.output_groups * self.output_rank
+            matrices += [
+                Matrix("kv", self.hidden, keys_values),
+                Matrix("compressor", self.hidden, self.compressor_outputs),
+                Matrix("output", projection.inputs // self.output_groups, width),
+            ]
+            projection = Matrix("projection", width, self.hidden)
+        if self.index_heads:  # weights of heads too, and keys if none are compressed
             index = self.index_heads * self.index_dim
+            keys = self.index_heads + self.index_dim * (self.compression == 0)
             matrices += [
                 Matrix("index_q", rank or self.hidden, index),
-                Matrix("index", self.hidden, self.index_dim + self.index_heads),
+                Matrix("index", self.hidden, keys),
             ]
-        return *matrices, projection
+        return *(matrix for matrix in matrices if matrix.outputs), projection
 
     @property
     def attention_parameters(self) -> int:
@@ -325,17 +332,29 @@ class Transformer(LayerFormulas):
         qkv = queries + self.kv_heads * self.key_value_outputs
         bias = {"all": qkv + self.hidden, "qkv": qkv, "none": 0}[self.attention_bias]
         norms = self.qk_norm * 2 * self.head_dim + self.q_lora_rank + self.kv_lora_rank
-        norms += 2 * self.index_dim  # of the indexer's keys, with a bias
+        # of the indexer's keys, with a bias but for compressed ones
+        norms += self.index_dim * (1 + (self.compression == 0))
+        if self.output_rank:  # of keys and of compressed ones, with biases of positions
+            norms += self.head_dim * (1 + (self.compression > 0))
+            norms += self.compression * self.compressor_outputs // 2
         sinks = self.sinks * self.heads
         products = sum(matrix.parameters for matrix in self.attention_matrices)
         more = self.other_layer_parameters - self.shared_norm * self.norm_parameters
         return products + bias + norms + sinks + more
 
+    @property
+    def compressor_outputs(self) -> int:
+        """Channels per token of keys that are compressed, and of their weights: of two
+        series, which overlap, where an indexer chooses.
+        """
+        series = (self.compression > 0) * (1 + (self.index_heads > 0))
+        return 2 * series * (self.head_dim + self.index_dim)
+
     def layer_window(self, layer: int) -> int:
         """Tokens that a layer attends to, 0 for all."""
         is_full = self.full_every and (layer + 1) % self.full_every == 0
         if self.blocks:
-            is_full = BlockKind.WINDOWED not in self.layer_kinds[layer]
+            is_full = not self.layer_kinds[layer].windowed
         return 0 if is_full else self.window
 
     @property
@@ -377,8 +396,8 @@ class Transformer(LayerFormulas):
             return mixer_parameters(self, block)
         if block == BlockKind.FEED_FORWARD:
             return self.mlp_parameters(self.ffn)
-        if block == BlockKind.WINDOWED:
-            return self.window_model.attention_parameters
+        if block in self.attentions:
+            return self.attentions[block].attention_parameters
         return (
             self.moe_parameters
             if block == BlockKind.EXPERTS
@@ -427,19 +446,24 @@ class Transformer(LayerFormulas):
         """
         s = sequence or self.sequence
         terms = Counter()
+        # n streams of the residual: at each block n^2 + 2 n weights from all of them mix
+        # them, an n x n product, and at the head n
+        n = self.streams
+        mixed = (n > 1) * n * self.hidden
         # 2 FLOPs per multiply-add: (T, k) by (k, n) takes 2 T k n
         if self.image:
             terms["patches"] += 2 * (s - 1) * 3 * self.patch**2 * self.hidden
             terms["head"] += 2 * self.hidden * self.classes
         else:
             predicted = self.predicted_share * self.decoder_tokens(s)
-            terms["head"] += 2 * predicted * self.hidden * self.vocab
+            terms["head"] += 2 * predicted * (self.hidden * self.vocab + n * mixed)
         for layer, blocks in enumerate(self.layer_kinds):
             is_decoder = blocks.has_cross_attention
             tokens = self.decoder_tokens(s) if is_decoder else s
             window = self.layer_window(layer) if windows else 0
             keys = min(window or tokens, tokens)
             for block in blocks.kinds:
+                terms["streams"] += 2 * tokens * (n**2 + 3 * n) * mixed
                 self._add_block(terms, block, tokens, s if block == "x" else keys)
         if tower := self.tower:
             tokens = tower.sequence / self.merged_patches
@@ -456,15 +480,18 @@ class Transformer(LayerFormulas):
 
     def _add_block(self, terms, block, tokens, keys):
         """Add the FLOPs of a block for tokens that each attend to `keys`."""
-        if block == BlockKind.WINDOWED:
-            self.window_model._add_block(terms, BlockKind.ATTENTION, tokens, keys)
+        if block in self.attentions:
+            model = self.attentions[block]
+            if ratio := model.compression:
+                keys += min(tokens / ratio, model.index_top or tokens)
+            model._add_block(terms, BlockKind.ATTENTION, tokens, keys)
         if block in (BlockKind.ATTENTION, BlockKind.CROSS_ATTENTION):
             products = sum(matrix.parameters for matrix in self.attention_matrices)
             terms["projections"] += 2 * tokens * products
             terms["scores"] += 4 * tokens * keys * self.core_width
             # the indexer scores all keys, once
             index = 2 * self.index_heads * self.index_dim
-            terms["index"] += tokens * tokens * index
+            terms["index"] += tokens * tokens * index / max(self.compression, 1)
         if block == BlockKind.CROSS_ATTENTION:
             # keys and values come from the encoder's tokens: project these instead
             keys_values = self.kv_heads * (self.head_dim + self.v_head_dim)

@@ -270,7 +270,11 @@ _TRANSFORMER = (
         "context parallelism",
         lambda p, c: (
             (p.cp > 1)
-            & (c.model.all_blocks.has_mixer | c.model.all_blocks.has_cross_attention)
+            & bool(
+                c.model.all_blocks.has_mixer
+                or c.model.all_blocks.has_cross_attention
+                or c.model.output_rank
+            )
         ),
     ),
     _kinds_rule(
@@ -298,10 +302,10 @@ _TRANSFORMER = (
         "tp must divide the key-value heads, or be a multiple",
         lambda p, c: (
             c.model.all_blocks.has_attention
-            & _leaves_rest(c.model.tp_kv_heads, p.tp)
-            & _leaves_rest(p.tp, c.model.tp_kv_heads)
+            & _leaves_rest(c.model.kv_heads, p.tp)
+            & _leaves_rest(p.tp, c.model.kv_heads)
         ),
-        "tp={p.tp} does not divide {c.model.tp_kv_heads} key-value heads of {c.model.name}",
+        "tp={p.tp} does not divide {c.model.kv_heads} key-value heads of {c.model.name}",
         may_pad=True,
     ),
     # each rank has every head for its part of the tokens, then a part of the heads

@@ -63,9 +63,9 @@ def layer_bytes(case: Case, word: str, software: Software) -> LayerBytes:
     """
     blocks = Blocks(word)
     model = case.model
-    if BlockKind.WINDOWED in blocks:
-        blocks = Blocks(word.replace(BlockKind.WINDOWED, BlockKind.ATTENTION))
-        model = model.window_model
+    if kind := blocks.windowed:
+        blocks = Blocks(word.replace(kind, BlockKind.ATTENTION))
+        model = model.attentions[kind]
     p = case.plan
     tp = p.tp
     h = model.hidden
@@ -114,7 +114,10 @@ def layer_bytes(case: Case, word: str, software: Software) -> LayerBytes:
     norm = _NORM_BYTES * ("norm" in software.keeps and model.norm == "rms")
     norms = len(blocks) - model.shared_norm
     entering = attends * operand + (norms - attends) * trained
-    hidden = (norms * (width + dropout) + entering) * h / shards
+    # all streams enter a block, and the one that they become its norm
+    streams = model.streams
+    entered = width * (streams + (streams > 1))
+    hidden = (norms * (entered + dropout) + entering) * h / shards
     # Autocast leaves the sum of the residuals in fp32, which norms keep as it is; FSDP
     # casts parameters and computes in 16 bits throughout.
     autocast = (p.zero < 2) & (width == 2)
@@ -146,17 +149,17 @@ def layer_bytes(case: Case, word: str, software: Software) -> LayerBytes:
         selective = tokens * (width * products + np.where(flash, core, 0))
     after_recompute = np.select(
         [p.recompute == "full", p.recompute == "selective"],
-        [tokens * (width + wider) * h / shards, selective],
+        [tokens * (width + wider) * streams * h / shards, selective],
         stored,
     )
     again = np.where(p.recompute == "none", 0.0, stored - after_recompute)
-    # gradients on their way through the largest block
+    # gradients on their way through the largest block, and of its input and result
     passing = np.maximum((halves + 1) * inner / tp, np.where(flash, 0, 2 * scores))
-    passing = np.maximum(passing, (mixed + mixer) / tp) + 2 * h + routed / tp
+    passing = np.maximum(passing, (mixed + mixer) / tp) + routed / tp
     return LayerBytes(
-        input=tokens * width * h / shards,
+        input=tokens * width * streams * h / shards,
         stored=after_recompute,
-        at_work=again + tokens * width * passing,
+        at_work=again + tokens * width * (passing + 2 * streams * h),
         shards=shards,
     )
 
@@ -171,11 +174,13 @@ def _attention_widths(model, blocks):
         latent = 2 * (model.q_lora_rank + model.kv_lora_rank) + model.rope_head_dim
         return _Widths(2 * scored + values, own_count * latent, values)
     q = (1 + model.attention_gate) * model.heads * model.head_dim
+    q += model.output_groups * model.output_rank + model.compressor_outputs
+    q += model.index_heads * model.index_dim / 2
     kv = model.kv_heads * (model.head_dim + model.v_head_dim)
     # keys and values of the encoder
     longer = model.sequence / model.decoder_sequence if cross_count else 0
     qkv = own_count * (q + kv) + cross_count * (q + longer * kv)
-    return _Widths(qkv, 0, values)
+    return _Widths(qkv, 2 * model.q_lora_rank, values)
 
 
 def in_flight(schedule, stage, pp, interleave=1, micro_batches=np.inf):
