@@ -133,7 +133,7 @@ def check_blocks(model) -> None:
     if (model.decoder_sequence > 0) != (BlockKind.CROSS_ATTENTION in model.blocks):
         refuse(model, "decoder_sequence", "and blocks with x belong together")
     for block, field, _ in model.block_fields:
-        if block not in model.blocks or not hasattr(model, field):
+        if block not in WINDOWED or not hasattr(model, field):
             refuse(model, "block_fields", f"has no {field} of blocks {block}")
     if not model.blocks:
         return
