@@ -96,16 +96,20 @@ def read_config(path: Path, rows: pd.DataFrame) -> Transformer:
     if isinstance(config.get("ssm_cfg"), dict):
         config = of_mamba_ssm(path, config)
     config, seen = _trained_part(path, config)
-    parts = config.get("per_layer_config") or {
-        "": config.get("attention_other_setting")
-    }
-    for part in parts.values():  # sizes of some layers alone
-        config |= {f"own_{key}": size for key, size in (part or {}).items()}
     try:
+        parts = config.get("per_layer_config") or {
+            "": config.get("attention_other_setting")
+        }
+        for part in parts.values():  # sizes of some layers alone
+            config |= {f"own_{key}": size for key, size in (part or {}).items()}
         fields = _fields(config, rows, str(path))
         return Transformer(name, **fields | _seen(path, seen, fields["hidden"]))
     except _UnmodelledError as error:
         raise ValueError(f"{path}: {error}; {_nearest_call(config)}") from None
+    except (AttributeError, TypeError) as error:  # a number in place of a list
+        raise ValueError(
+            f"{path}: a value is not of the kind that its key has ({error})"
+        ) from None
 
 
 class _UnmodelledError(ValueError):
@@ -333,9 +337,11 @@ def _fields_without_key(kind, config, shape):
     if kind == "falcon":  # of Falcon-40B's kind two norms and some heads of keys
         is_new = bool(config.get("new_decoder_architecture"))
         norms = config.get("num_ln_in_parallel_attn") or 1 + is_new
-        fields = {"shared_norm": shape["shared_norm"] and norms == 1}
         has_one = config.get("multi_query", True) and not is_new
-        return fields | ({"kv_heads": 1} if has_one else {})
+        return {
+            "shared_norm": shape["shared_norm"] and norms == 1,
+            "kv_heads": 1 if has_one else shape["kv_heads"],
+        }
     if kind == "bert":  # types of tokens and the pooler
         types = size_of(config, "type_vocab_size", 2, least=0)
         return {"other_parameters": types * hidden + hidden * (hidden + 1)}

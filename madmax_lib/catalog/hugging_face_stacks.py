@@ -206,17 +206,15 @@ def _compressed(config, shape, letter):
     of each block and of the head. The first routers choose by a table, without biases.
     """
     count = shape["layers"]
-    types = config.get("compress_ratios") or config.get("layer_types") or []
-    first = _letters(types[:count])
+    types = config.get("compress_ratios") or config.get("layer_types")
+    first = _letters(types)[:count]
     n = shape["streams"]
-    outputs = n * n + 2 * n
     wide = n * shape["hidden"]
-    hashed = config.get("mlp_layer_types", []).count("hash_moe")
-    hashed = size_of(config, "num_hash_layers", hashed or 3, least=0)
+    hashed = size_of(config, "num_hash_layers", 3, least=0)
     biases = (count - hashed) * shape["experts"]
     return {
         "blocks": [block + letter for block in first],
-        "other_layer_parameters": 2 * (outputs * (wide + 1) + 3),
+        "other_layer_parameters": 2 * (n * (n + 2) * (wide + 1) + 3),
         "other_parameters": n * (wide + 1) + 1 + biases,
     }
 

@@ -258,8 +258,8 @@ class Transformer(LayerFormulas):
     @property
     def tp_heads(self) -> int:
         """Heads that the tp ranks share out, in layers of any attention."""
-        heads = [model.heads for model in self.attentions.values()]
-        return gcd(*heads, self.heads, self.output_groups)
+        models = self.attentions.values()
+        return gcd(self.output_groups, self.heads, *(model.heads for model in models))
 
     @property
     def moe_layers(self) -> int:
@@ -396,8 +396,8 @@ class Transformer(LayerFormulas):
             return mixer_parameters(self, block)
         if block == BlockKind.FEED_FORWARD:
             return self.mlp_parameters(self.ffn)
-        if block in self.attentions:
-            return self.attentions[block].attention_parameters
+        if model := self.attentions.get(block):
+            return model.attention_parameters
         return (
             self.moe_parameters
             if block == BlockKind.EXPERTS
@@ -480,8 +480,7 @@ class Transformer(LayerFormulas):
 
     def _add_block(self, terms, block, tokens, keys):
         """Add the FLOPs of a block for tokens that each attend to `keys`."""
-        if block in self.attentions:
-            model = self.attentions[block]
+        if model := self.attentions.get(block):
             if ratio := model.compression:
                 keys += min(tokens / ratio, model.index_top or tokens)
             model._add_block(terms, BlockKind.ATTENTION, tokens, keys)

@@ -224,8 +224,6 @@ def test_compressed_tokens_and_streams_count(read):
     assert steps[0] == pytest.approx(laid_out_s(cases[0]), rel=0.03)
     with refused("context parallelism is not modelled"):
         Plan(dp=16, cp=2).check(model, SERVERS, 32, 4096)
-    with refused("'x' is not modelled", "layer_types"):
-        read("DeepSeek-V4-Flash", compress_ratios="x")
 
 
 def test_one_norm_for_both_parts_is_one_less(read):
@@ -359,6 +357,19 @@ def test_a_configuration_that_no_model_has_is_refused(read, name, key, value, ru
     named = () if "shared" in key or key == "n_groups" else (key.removeprefix("num_"),)
     with refused(rule, *named):
         read(name, **{key: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "rule"),
+    cells("""
+    gemma-4-26B-A4B | per_layer_config | not of the kind & 'values'
+    MiMo-V2-Flash | hybrid_layer_pattern | not of the kind & not iterable
+    DeepSeek-V4-Flash | compress_ratios | layer_types & is not modelled
+    """),
+)
+def test_a_number_in_place_of_a_list_is_refused(read, name, key, rule):
+    with refused(rule):
+        read(name, **{key: 3})
 
 
 def test_a_kind_that_nobody_knows_is_read_as_llama_where_its_keys_are(read):

@@ -307,10 +307,11 @@ def _core(work, windowed, causal):
         ratio = np.maximum(shape.compression, 1)
         if any_nonzero(shape.compression):
             # of each `ratio` tokens one: those of a window of chosen ones, or all
-            reach = shape.index_top * ratio
-            core_width = shape.core_width / plan.tp / ratio
             flops = flops + attention_flops(
-                tokens, work.sequence, core_width, window=reach
+                tokens,
+                work.sequence,
+                shape.core_width / plan.tp / ratio,
+                window=shape.index_top * ratio,
             )
         if any_nonzero(shape.index_heads):
             # one product a score, where attention has two
