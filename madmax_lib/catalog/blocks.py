@@ -132,9 +132,11 @@ def check_blocks(model) -> None:
     """Raises ValueError for blocks of a model that are none, or lack a size."""
     if (model.decoder_sequence > 0) != (BlockKind.CROSS_ATTENTION in model.blocks):
         refuse(model, "decoder_sequence", "and blocks with x belong together")
-    for block, field, _ in model.block_fields:
-        if block not in WINDOWED or not hasattr(model, field):
-            refuse(model, "block_fields", f"has no {field} of blocks {block}")
+    for part in model.block_fields.split():
+        name, _, size = part.partition("=")
+        block, _, field = name.partition(".")
+        if block not in WINDOWED or not hasattr(model, field) or not size.isdecimal():
+            refuse(model, "block_fields", f"is not made of such as w.heads=8: {part}")
     if not model.blocks:
         return
     words = model.blocks.split()

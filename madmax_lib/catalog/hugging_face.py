@@ -183,12 +183,9 @@ def _fields(config, rows, where):
     names = {field.name for field in fields(_Terms)} & texts.keys()
     terms = {name: texts.pop(name) for name in names}
     terms = _Terms(**parse_fields(_Terms, terms, where))
-    parts = [(*name.split("."), texts.pop(name)) for name in [*texts] if "." in name]
+    parts = [f"{name}={texts.pop(name)}" for name in [*texts] if "." in name]
     shape = parse_fields(Transformer, texts, where)
-    shape["block_fields"] = tuple(
-        (block, field, parse_fields(Transformer, {field: text}, where)[field])
-        for block, field, text in parts
-    )
+    shape["block_fields"] = " ".join(parts)
     if shape.get("positions", "learned") != "learned":
         shape["sequence"] = _trained_sequence(config, shape["sequence"])
     types = config.get("mlp_layer_types") or config.get("moe_layer_freq")

@@ -151,9 +151,9 @@ class Transformer(LayerFormulas):
     window: int = 0  # tokens that a layer attends to; 0: all
     full_every: int = 0  # every layer of this number attends to all; 0: none
     sinks: bool = False  # one learned score per head beside those of the keys
-    # of attention in a block w, c or s, in place of the model's: (block, field, value),
-    # such as ("w", "kv_heads", 16)
-    block_fields: tuple[tuple[str, str, int], ...] = ()
+    # of attention in a block w, c or s, in place of the model's, such as
+    # "w.kv_heads=16 w.head_dim=256"
+    block_fields: str = ""
     # tokens that become one, and how many of these an indexer chooses, 0 for all
     compression: int = 0
     index_top: int = 0
@@ -246,8 +246,9 @@ class Transformer(LayerFormulas):
         """By block, w, c or s, the model with its attention in place of its own."""
         result = {}
         for letter in WINDOWED:
-            fields = [one[1:] for one in self.block_fields if one[0] == letter]
-            result[letter] = replace(self, **dict(fields))
+            parts = [part.split("=") for part in self.block_fields.split()]
+            fields = {name[2:]: int(size) for name, size in parts if name[0] == letter}
+            result[letter] = replace(self, **fields)
         return result
 
     @cached_property

@@ -152,9 +152,9 @@ def test_a_window_is_said_by_blocks_too(read):
     assert peak_bytes(tables[0]) == pytest.approx(peak_bytes(tables[1]))
     assert laid_out_s(cases[0]) == pytest.approx(laid_out_s(cases[1]))
     assert closed_s(cases[1]) == pytest.approx(laid_out_s(cases[1]), rel=0.01)
-    for part in (("w", "head", 8), ("x", "heads", 8)):
-        with refused(f"has no {part[1]} of blocks {part[0]}", "block_fields"):
-            replace(stack, block_fields=(part,))
+    for part in ("w.head=8", "x.heads=8", "w.heads", "w.heads=-8"):
+        with refused(f"is not made of such as w.heads=8: {part}", "block_fields"):
+            replace(stack, block_fields=part)
 
 
 @pytest.mark.parametrize(
