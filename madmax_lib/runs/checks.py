@@ -29,6 +29,7 @@ _NOT_BUILT = (
     "attention_gate",
     "head_gate",
     "shared_norm",
+    "output_rank",
     "shared_values",
     "expert_latent",
     "index_heads",
