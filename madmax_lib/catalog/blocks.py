@@ -12,11 +12,14 @@ from madmax_lib.catalog.refusals import refuse
 class BlockKind(StrEnum):
     """A block of a layer, by its letter in Megatron-Core's hybrid patterns.
 
-    x, m, K and L are ours: Megatron-Core has no letter for them.
+    w, c, s, x, m, K and L are ours: Megatron-Core has no letter for them.
     """
 
     # letter, what it is, and the fields of a model that it needs
     ATTENTION = "*", "attention"
+    WINDOWED = "w", "attention to a window", "window"
+    COMPRESSED = "c", "attention to a window and compressed tokens", "window"
+    CHOSEN = "s", "attention to a window and chosen compressed tokens", "window"
     CROSS_ATTENTION = "x", "attention to the encoder", "decoder_sequence", "sequence"
     FEED_FORWARD = "-", "feed-forward part", "ffn"
     EXPERTS = "E", "experts", "experts"
@@ -95,7 +98,12 @@ class Blocks(str):
     @property
     def has_attention(self) -> bool:
         """Whether a block has attention of tokens to each other."""
-        return BlockKind.ATTENTION in self
+        return BlockKind.ATTENTION in self or bool(self.windowed)
+
+    @property
+    def windowed(self) -> BlockKind | None:
+        """The block that attends to a window, None without one."""
+        return next((kind for kind in self.kinds if kind in WINDOWED), None)
 
     @property
     def has_cross_attention(self) -> bool:
@@ -113,14 +121,22 @@ class Blocks(str):
         return any(kind.is_mixer for kind in self.kinds)
 
 
+# attention to a window, and in c and s to compressed tokens [DeepSeek-V4], which may
+# have sizes of its own
+WINDOWED = "wcs"
 # fields that describe a stack of usual layers: blocks say it in their own way
-_OF_USUAL_STACKS = ("dense_layers", "moe_every", "window", "image")
+OF_USUAL_STACKS = ("dense_layers", "moe_every", "full_every", "image")
 
 
 def check_blocks(model) -> None:
     """Raises ValueError for blocks of a model that are none, or lack a size."""
     if (model.decoder_sequence > 0) != (BlockKind.CROSS_ATTENTION in model.blocks):
         refuse(model, "decoder_sequence", "and blocks with x belong together")
+    for part in model.block_fields.split():
+        name, _, size = part.partition("=")
+        block, _, field = name.partition(".")
+        if block not in WINDOWED or not hasattr(model, field) or not size.isdecimal():
+            refuse(model, "block_fields", f"is not made of such as w.heads=8: {part}")
     if not model.blocks:
         return
     words = model.blocks.split()
@@ -148,9 +164,9 @@ def check_blocks(model) -> None:
 def _check_combinations(model):
     """Raises ValueError for fields, mixers and orders that do not go together."""
     blocks = Blocks(model.blocks)
-    unused = () if blocks.has_experts else ("experts",)
-    for field in (*_OF_USUAL_STACKS, *unused):
-        if getattr(model, field):
+    uses = {"experts": blocks.has_experts, "window": blocks.windowed}
+    for field in (*OF_USUAL_STACKS, *uses):
+        if getattr(model, field) and not uses.get(field):
             refuse(model, field, f"does not go with blocks={model.blocks!r}")
     mixers = {kind.label for kind in blocks.kinds if kind.is_mixer}
     if len(mixers) > 1:

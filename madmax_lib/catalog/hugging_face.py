@@ -16,7 +16,6 @@ import pandas as pd
 
 from madmax_lib.base.fields import parse_fields, require_int, short_repr
 from madmax_lib.catalog.hugging_face_stacks import (
-    STACKED,
     of_mamba_ssm,
     size_of,
     stacked,
@@ -33,7 +32,7 @@ _LONGEST_TRAINED = 65_536
 class _Terms:
     """Rows of the table that are no fields of a `Transformer`, and become some."""
 
-    more_norms: int = 0  # of a layer, beside its two; below zero: fewer
+    more_norms: int = 0  # of a layer, beside its two
     qk_norm_all: bool = False  # norms of all of q and k, not of each head
     qkv_bias: bool = False  # biases of all products of attention but the last
     shared_ffn: int = 0  # width of the shared expert, of a multiple of the others'
@@ -47,6 +46,9 @@ _UNIFORM = {
     "use_sliding_window": [False],
     "moe_layer_freq": [1],
     "interleave_moe_layer_step": [1],
+    "hidden_size_per_layer_input": [0],
+    "num_kv_shared_layers": [0],
+    "qk_layernorm": [False],
 }
 # keys of a size, whatever the kind
 _SIZES = {
@@ -95,10 +97,19 @@ def read_config(path: Path, rows: pd.DataFrame) -> Transformer:
         config = of_mamba_ssm(path, config)
     config, seen = _trained_part(path, config)
     try:
+        parts = config.get("per_layer_config") or {
+            "": config.get("attention_other_setting")
+        }
+        for part in parts.values():  # sizes of some layers alone
+            config |= {f"own_{key}": size for key, size in (part or {}).items()}
         fields = _fields(config, rows, str(path))
         return Transformer(name, **fields | _seen(path, seen, fields["hidden"]))
     except _UnmodelledError as error:
         raise ValueError(f"{path}: {error}; {_nearest_call(config)}") from None
+    except (AttributeError, TypeError) as error:  # a number in place of a list
+        raise ValueError(
+            f"{path}: a value is not of the kind that its key has ({error})"
+        ) from None
 
 
 class _UnmodelledError(ValueError):
@@ -146,18 +157,20 @@ def _fields(config, rows, where):
     if not isinstance(kind, str) or kind not in by_kind:
         kind = _guessed(config, by_kind, where)
     keys = by_kind[kind] | {}
+    read = {key for key, _ in keys.values()}
     keys.pop("harmless", None)
+    stack = keys.pop("stack", None)
     if "refused" in keys:
         nearest, reason = keys["refused"]
         raise _UnmodelledError(
             f"{kind} has {reason}, which is not modelled; the nearest that can be read is "
             f"{nearest}"
         )
-    read = {key for key, _ in keys.values()}
     for key, uniform in _UNIFORM.items():
         if key not in read and config.get(key) not in (None, *uniform):
             raise _UnmodelledError(
-                f"{key}={config[key]!r}: layers of several kinds are not modelled"
+                f"{key}={config[key]!r}: layers of several kinds, or with tables of their "
+                "own, are not modelled"
             )
     texts = {field: _value(where, config, *of) for field, of in keys.items()}
     pattern = texts.get("full_every", "")
@@ -170,11 +183,14 @@ def _fields(config, rows, where):
     names = {field.name for field in fields(_Terms)} & texts.keys()
     terms = {name: texts.pop(name) for name in names}
     terms = _Terms(**parse_fields(_Terms, terms, where))
+    parts = [f"{name}={texts.pop(name)}" for name in [*texts] if "." in name]
     shape = parse_fields(Transformer, texts, where)
+    shape["block_fields"] = " ".join(parts)
     if shape.get("positions", "learned") != "learned":
         shape["sequence"] = _trained_sequence(config, shape["sequence"])
-    if types := config.get("mlp_layer_types"):
-        dense = [layer for layer, name in enumerate(types) if name == "dense"]
+    types = config.get("mlp_layer_types") or config.get("moe_layer_freq")
+    if isinstance(types, list):
+        dense = [layer for layer, name in enumerate(types) if name in ("dense", 0)]
         if dense != [*range(len(dense))]:
             raise _UnmodelledError(
                 f"mlp_layer_types: dense layers {dense} are not the first ones"
@@ -182,17 +198,19 @@ def _fields(config, rows, where):
         shape["dense_layers"] = len(dense)
     if config.get("n_group") == 1:  # one group of all experts limits nothing
         shape["routed_nodes"] = 0
-    shape["ffn"] = shape["ffn"] or (0 if kind in STACKED else 4 * shape["hidden"])
+    shape["ffn"] = shape["ffn"] or (0 if stack else 4 * shape["hidden"])
     if shape.get("image") and shape.get("patch"):  # a rest of pixels is left aside
         shape["image"] -= shape["image"] % shape["patch"]
     bias = shape.get("attention_bias", "all")  # of several models a flag
     shape["attention_bias"] = {"1": "all", "0": "none"}.get(bias, bias)
-    every = shape.get("full_every", 0)
-    shape["full_every"] = _full_every(config, every) if shape.get("window") else 0
+    if not stack:
+        every = _full_every(config, shape.get("full_every", 0))
+        shape["full_every"] = every if shape.get("window") else 0
     try:
         shape |= _of_terms(terms, shape)
-        rest = stacked if kind in STACKED else _fields_without_key
-        return shape | rest(kind, config, shape)
+        if stack:
+            return shape | stacked(*stack, config, shape)
+        return shape | _fields_without_key(kind, config, shape)
     except ValueError as error:
         raise _UnmodelledError(str(error)) from None
 
@@ -313,6 +331,14 @@ def _fields_without_key(kind, config, shape):
     """
     hidden = shape["hidden"]
     has_bias = shape["attention_bias"] == "all"
+    if kind == "falcon":  # of Falcon-40B's kind two norms and some heads of keys
+        is_new = bool(config.get("new_decoder_architecture"))
+        norms = config.get("num_ln_in_parallel_attn") or 1 + is_new
+        has_one = config.get("multi_query", True) and not is_new
+        return {
+            "shared_norm": shape["shared_norm"] and norms == 1,
+            "kv_heads": 1 if has_one else shape["kv_heads"],
+        }
     if kind == "bert":  # types of tokens and the pooler
         types = size_of(config, "type_vocab_size", 2, least=0)
         return {"other_parameters": types * hidden + hidden * (hidden + 1)}

@@ -5,15 +5,14 @@ Read as the classes of transformers 5.23 build them; T5's head as those of trans
 4.
 """
 
-from functools import partial
 from pathlib import Path
 
 from madmax_lib.base.fields import require_int, short_repr
+from madmax_lib.catalog.blocks import OF_USUAL_STACKS
 
 # words for attention to all tokens: those of lists of layers, or 1 beside 0
 _FULL = ("full_attention", 1, True)
-# layers of which the last attends to all, where a configuration does not say
-_FULL_EVERY = {"G": 4, "L": 2, "K": 4}
+# blocks by words of lists of layers, and by tokens that become one
 _LAYER_TYPES = {
     "mamba": "M",
     "linear_attention": "M",
@@ -21,6 +20,12 @@ _LAYER_TYPES = {
     "full_attention": "*",
     "moe": "E",
     "mlp": "-",
+    "sliding_attention": "w",
+    "compressed_sparse_attention": "s",
+    "heavily_compressed_attention": "c",
+    0: "w",
+    4: "s",
+    128: "c",
 }
 
 
@@ -31,11 +36,11 @@ def size_of(config: dict, key: str, usual: int | None = None, *, least: int = 1)
     return require_int(key, config.get(key, usual), least)
 
 
-def stacked(kind: str, config: dict, shape: dict) -> dict:
-    """Fields of a model of such a kind beside its shape, or in their place. Raises
-    ValueError for what none says.
+def stacked(letter: str, stack: str, config: dict, shape: dict) -> dict:
+    """Fields of a model of such a stack beside its shape, or in their place; letter: of
+    its blocks that differ. Raises ValueError for what none says.
     """
-    fields = STACKED[kind](config, shape)
+    fields = _STACKS[stack](config, shape, letter)
     layers = fields["blocks"]
     count = len(layers)
     # the shortest stack that the layers repeat
@@ -82,17 +87,18 @@ def of_mamba_ssm(path: Path, config: dict) -> dict:
     return sizes
 
 
-def _encoder_decoder(config, shape, usual="gated-gelu", tables=0):
-    """T5: two stacks with a norm after each, and tables of relative positions, 0 for
-    one in each layer.
+def _encoder_decoder(config, shape, usual):
+    """T5: two stacks with a norm after each, and tables of relative positions: one of
+    each, or of each layer where no activation is usual.
     """
     encoder = shape["layers"]
     key = "num_decoder_layers"
     decoder = require_int(key, config.get(key) or encoder, 1)
     buckets = size_of(config, "relative_attention_num_buckets", 32)
-    activation = str(config.get("feed_forward_proj", usual))
+    activation = str(config.get("feed_forward_proj", usual or "gated-gelu"))
     # positions are a number per bucket and head; the encoder has a last norm of its own
-    positions = (tables or encoder + decoder) * buckets * shape["heads"]
+    tables = 2 if usual else encoder + decoder
+    positions = tables * buckets * shape["heads"]
     return {
         "blocks": ["*-"] * encoder + ["*x-"] * decoder,
         "gated": shape["gated"] or activation.startswith("gated"),
@@ -100,14 +106,7 @@ def _encoder_decoder(config, shape, usual="gated-gelu", tables=0):
     }
 
 
-def _mamba(config, shape):
-    """Layers of one mixer each."""
-    letter = "M" if shape.get("mixer_heads") else "m"
-    mixer = _mixer(config, shape, letter)
-    return {"blocks": [letter] * shape["layers"], **mixer}
-
-
-def _jamba(config, shape):
+def _jamba(config, shape, letter):
     """A mixer or attention, and after it a feed-forward part or experts, each in its
     period.
     """
@@ -118,29 +117,32 @@ def _jamba(config, shape):
     if shape["experts"] <= 1:
         first = every  # no layer has this rest: none is a mixture
     blocks = [
-        ("*" if layer % period == offset else "m")
+        ("*" if layer % period == offset else letter)
         + ("E" if layer % every == first else "-")
         for layer in range(shape["layers"])
     ]
-    fields = _mixer(config, shape, "m", "mamba_")
+    fields = _mixer(config, shape, letter, "mamba_")
     # norms of dt, B and C
     norms = shape["mixer_rank"] + 2 * shape["mixer_state"]
     fields["other_mixer_parameters"] += norms
     return {"blocks": blocks, **fields}
 
 
-def _bamba(config, shape):
-    """A mixer, or attention in the layers of a list, and a feed-forward part."""
+def _mixers(config, shape, letter):
+    """A mixer, or attention in the layers of a list, and a feed-forward part, if any."""
     attention = config.get("attn_layer_indices") or []
     if not isinstance(attention, list):
         raise ValueError(
             f"attn_layer_indices={short_repr(attention)} is not a list of layers"
         )
-    blocks = ["*-" if layer in attention else "M-" for layer in range(shape["layers"])]
-    return {"blocks": blocks, **_mixer(config, shape, "M", "mamba_")}
+    has_ffn = shape["ffn"] > 0
+    second = "-" * has_ffn
+    first = ["*" if layer in attention else letter for layer in range(shape["layers"])]
+    mixer = _mixer(config, shape, letter, "mamba_" * has_ffn)
+    return {"blocks": [block + second for block in first], **mixer}
 
 
-def _granite(config, shape):
+def _granite(config, shape, letter):
     """After each mixer or attention experts, where there are any, with a shared one of
     a multiple of their width.
     """
@@ -152,10 +154,10 @@ def _granite(config, shape):
         "blocks": [letter + second for letter in first],
         "positions": rope,
     }
-    return fields | _mixer(config, shape, "M", "mamba_")
+    return fields | _mixer(config, shape, letter, "mamba_")
 
 
-def _nemotron(config, shape):
+def _nemotron(config, shape, letter):
     """A block per layer; the shared expert may be as wide as several."""
     pattern = config.get("hybrid_override_pattern")
     types = config.get("layers_block_type") or config.get("layer_types")
@@ -165,43 +167,73 @@ def _nemotron(config, shape):
             f"hybrid_override_pattern={short_repr(pattern)} is not made of M, -, * and E"
         )
     channels = shape["mixer_heads"] * size_of(config, "mamba_head_dim", 64)
-    fields = {"blocks": blocks, **_mixer(config, shape, "M", channels=channels)}
-    return fields
+    return {"blocks": blocks, **_mixer(config, shape, letter, channels=channels)}
 
 
-def _linear(config, shape, letter):
-    """A mixer, or attention in every n-th layer or those of a list, and a feed-forward
-    part or experts.
+def _mixed(config, shape, letter):
+    """Another block, or attention in every n-th layer or those of a list, and a
+    feed-forward part or experts.
     """
     count = shape["layers"]
     types = config.get("layer_types") or config.get("attn_type_list")
+    types = types or [not near for near in config.get("hybrid_layer_pattern", [])]
     if not types:
-        every = size_of(config, "full_attention_interval", _FULL_EVERY[letter])
+        every = require_int("full_every", shape["full_every"], 1)
         types = [(layer + 1) % every == 0 for layer in range(count)]
     first = ["*" if word in _FULL else letter for word in types]
     dense = shape.get("dense_layers", 0) if shape["experts"] else count
+    blocks = [
+        block + ("-" if layer < dense else "E")
+        for layer, block in enumerate(first[:count])
+    ]
+    return {"blocks": blocks} | dict.fromkeys(OF_USUAL_STACKS, 0)
+
+
+def _gemma(config, shape, letter):
+    """Gemma 4, whose experts stand beside the feed-forward part, with three norms, and a
+    scale of what is routed.
+    """
+    fields = _mixed(config, shape, letter)
+    if shape["experts"]:
+        fields["blocks"] = [word.replace("E", "-E") for word in fields["blocks"]]
+        norms = shape["other_layer_parameters"]
+        fields["other_layer_parameters"] = norms + 3 * shape["hidden"]
+    return fields
+
+
+def _compressed(config, shape, letter):
+    """Attention to a window and compressed tokens, and the weights of hyper-connections:
+    of each block and of the head. The first routers choose by a table, without biases.
+    """
+    count = shape["layers"]
+    types = config.get("compress_ratios") or config.get("layer_types")
+    first = _letters(types)[:count]
+    n = shape["streams"]
+    wide = n * shape["hidden"]
+    hashed = size_of(config, "num_hash_layers", 3, least=0)
+    biases = (count - hashed) * shape["experts"]
+    return {
+        "blocks": [block + letter for block in first],
+        "other_layer_parameters": 2 * (n * (n + 2) * (wide + 1) + 3),
+        "other_parameters": n * (wide + 1) + 1 + biases,
+    }
+
+
+def _linear(config, shape, letter):
+    """A mixer, or attention, and a feed-forward part or experts."""
     width = shape.get("head_dim") or shape["hidden"] // shape["heads"]
+    # of a delta net with widths of keys and of values
+    values = size_of(config, "linear_value_head_dim", 128) if letter == "G" else width
     # the gate of a shared expert stands in every layer
     gate = shape.get("other_layer_parameters", 0)
-    return {
-        "blocks": [
-            mixer + ("-" if layer < dense else "E") for layer, mixer in enumerate(first)
-        ],
-        "dense_layers": 0,
-        "moe_every": 0,
-        "mixer_channels": shape["mixer_heads"] * width,
+    return _mixed(config, shape, letter) | {
+        "mixer_channels": shape["mixer_heads"] * values,
         "mixer_state": shape.get("mixer_state", width),
         "other_mixer_parameters": gate,
     }
 
 
-def _delta_net(config, shape):
-    width = size_of(config, "linear_value_head_dim", 128)
-    channels = {"mixer_channels": shape["mixer_heads"] * width}
-    return _linear(config, shape, "G") | channels
-
-
-def _kimi(config, shape):
+def _kimi(config, shape, letter):
     """Lists of layers, counted from 1, and sizes stand in a part of their own."""
     part = config.get("linear_attn_config") or {}
     full = part.get("full_attn_layers")
@@ -211,7 +243,7 @@ def _kimi(config, shape):
     width = size_of(part, "head_dim", size_of(config, "linear_head_dim", 128))
     heads = size_of(part, "num_heads", size_of(config, "linear_num_heads", 32))
     conv = size_of(config, "linear_conv_kernel_dim", 4)
-    return _linear(config, shape | {"mixer_heads": heads}, "K") | {
+    return _linear(config, shape | {"mixer_heads": heads}, letter) | {
         "mixer_channels": heads * width,
         "mixer_heads": heads,
         "mixer_state": width,
@@ -220,12 +252,10 @@ def _kimi(config, shape):
 
 
 def _letters(types):
-    wrong = types
-    if isinstance(types, list):
-        wrong = next((name for name in types if name not in _LAYER_TYPES), None)
-    if wrong is not None:
-        raise ValueError(f"layer_types: {short_repr(wrong)} is not modelled")
-    return [_LAYER_TYPES[name] for name in types]
+    try:
+        return [_LAYER_TYPES[name] for name in types]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"layer_types: {error} is not modelled") from None
 
 
 def _mixer(
@@ -257,21 +287,15 @@ def _mixer(
     return {"mixer_channels": channels, "other_mixer_parameters": biases}
 
 
-STACKED = {
-    "t5": partial(_encoder_decoder, usual="relu", tables=2),
-    "mt5": partial(_encoder_decoder, tables=2),
-    "umt5": _encoder_decoder,
-    "mamba": _mamba,
-    "falcon_mamba": _mamba,
-    "mamba2": _mamba,
+_STACKS = {
+    "encoder-decoder": _encoder_decoder,
+    "mixers": _mixers,
     "jamba": _jamba,
-    "bamba": _bamba,
-    "granitemoehybrid": _granite,
-    "nemotron_h": _nemotron,
-    "qwen3_next": _delta_net,
-    "qwen3_5_text": _delta_net,
-    "qwen3_5_moe_text": _delta_net,
-    "minimax": partial(_linear, letter="L"),
-    "minimax_text_01": partial(_linear, letter="L"),
-    "kimi_linear": _kimi,
+    "granite": _granite,
+    "nemotron": _nemotron,
+    "mixed": _mixed,
+    "linear": _linear,
+    "kimi": _kimi,
+    "gemma": _gemma,
+    "compressed": _compressed,
 }

@@ -175,7 +175,7 @@ def _kind(model):
         return "recommendation"
     if model.decoder_sequence:
         return "encoder-decoder"
-    if model.blocks:
+    if model.all_blocks.has_mixer:
         return "hybrid" if model.all_blocks.has_attention else "state-space"
     if model.image:
         return "vision"

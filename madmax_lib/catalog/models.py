@@ -7,11 +7,12 @@ as torch's FlopCounterMode does with MATH attention. What a model trains on is i
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from math import gcd
 
 from madmax_lib.base.fields import check_fields, dataclass_repr
-from madmax_lib.catalog.blocks import BlockKind, Blocks, check_blocks
+from madmax_lib.catalog.blocks import WINDOWED, BlockKind, Blocks, check_blocks
 from madmax_lib.catalog.hardware import Cluster, Device, Host, Link
 from madmax_lib.catalog.mixers import (
     Matrix,
@@ -46,6 +47,13 @@ class LayerFormulas:
         core_width FLOPs per query and key.
         """
         return self.heads * (self.score_dim + self.v_head_dim) / 2
+
+    @property
+    def key_value_outputs(self):
+        """Channels that the product for queries, keys and values gives per head of the
+        latter two.
+        """
+        return self.head_dim + self.v_head_dim * (1 - self.shared_values)
 
     @property
     def router_parameters(self):
@@ -107,6 +115,9 @@ class Transformer(LayerFormulas):
     attention_bias: str = "all"  # of all products, of qkv, or none
     qk_norm: bool = False  # rms norms of queries and keys per head
     mlp_bias: bool = True  # of the feed-forward products
+    # attention and feed-forward part side by side, behind one norm; under tp each has
+    # collectives of its own, as in transformers' plans
+    shared_norm: bool = False
     tied: bool = True  # the head is the token table; never for images
     # of the tokens, those that the head predicts; below 1 an encoder with masked tokens,
     # which attend both ways [BERT, arXiv 1810.04805]; 2: of each the next two
@@ -128,6 +139,11 @@ class Transformer(LayerFormulas):
     rope_head_dim: int = 0  # further channels per head that carry positions
     v_head_dim: int = 0  # channels of values per head; 0: head_dim
     attention_gate: bool = False  # queries bring a gate of attention's output
+    head_gate: bool = False  # or a number per head [Step-3.5-Flash]
+    shared_values: bool = False  # keys are values too
+    # of groups of heads, whose outputs enter a latent of this rank [DeepSeek-V4]
+    output_groups: int = 0
+    output_rank: int = 0
     # of an indexer that chooses the `window` tokens that a layer attends to
     # [DeepSeek-V3.2, arXiv 2512.02556]
     index_heads: int = 0
@@ -135,6 +151,14 @@ class Transformer(LayerFormulas):
     window: int = 0  # tokens that a layer attends to; 0: all
     full_every: int = 0  # every layer of this number attends to all; 0: none
     sinks: bool = False  # one learned score per head beside those of the keys
+    # of attention in a block w, c or s, in place of the model's, such as
+    # "w.kv_heads=16 w.head_dim=256"
+    block_fields: str = ""
+    # tokens that become one, and how many of these an indexer chooses, 0 for all
+    compression: int = 0
+    index_top: int = 0
+    # of the residual, mixed at each block: hyper-connections [arXiv 2512.24880]
+    streams: int = 1
     image: int = 0  # edge in pixels; 0: no image
     patch: int = 0  # edge in pixels
     classes: int = 0  # outputs of the vision transformer's head
@@ -169,7 +193,7 @@ class Transformer(LayerFormulas):
             if getattr(self, name) not in choices:
                 refuse(self, name, f"is not one of {', '.join(choices)}")
         for name in ("q_lora_rank", "rope_head_dim"):
-            if getattr(self, name) and not self.kv_lora_rank:
+            if getattr(self, name) and not (self.kv_lora_rank or self.output_rank):
                 refuse(self, name, "belongs to a kv_lora_rank above zero")
         if self.index_heads and not (self.index_dim and self.window):
             refuse(
@@ -218,9 +242,25 @@ class Transformer(LayerFormulas):
         return list(dict.fromkeys(self.layer_kinds))
 
     @cached_property
+    def attentions(self) -> dict[str, "Transformer"]:
+        """By block, w, c or s, the model with its attention in place of its own."""
+        result = {}
+        for letter in WINDOWED:
+            parts = [part.split("=") for part in self.block_fields.split()]
+            fields = {name[2:]: int(size) for name, size in parts if name[0] == letter}
+            result[letter] = replace(self, **fields)
+        return result
+
+    @cached_property
     def all_blocks(self) -> Blocks:
         """The blocks of the layers that differ, one after another."""
         return Blocks("".join(self.kinds))
+
+    @property
+    def tp_heads(self) -> int:
+        """Heads that the tp ranks share out, in layers of any attention."""
+        models = self.attentions.values()
+        return gcd(self.output_groups, self.heads, *(model.heads for model in models))
 
     @property
     def moe_layers(self) -> int:
@@ -238,9 +278,9 @@ class Transformer(LayerFormulas):
 
     @property
     def windowed_share(self) -> float:
-        """Share of layers that attend to a window only."""
+        """Share of layers that attend to a window only; `blocks` say themselves which."""
         full = self.layers // self.full_every if self.full_every else 0
-        return 1 - full / self.layers if self.window else 0.0
+        return 1 - full / self.layers if self.window and not self.blocks else 0.0
 
     @property
     def attention_matrices(self) -> tuple[Matrix, ...]:
@@ -249,10 +289,11 @@ class Transformer(LayerFormulas):
         """
         queries = self.heads * self.score_dim
         projection = Matrix("projection", self.heads * self.v_head_dim, self.hidden)
-        if not self.kv_lora_rank:
-            keys = self.kv_heads * self.head_dim  # as many channels as values
+        keys_values = self.kv_heads * self.key_value_outputs
+        if not (self.kv_lora_rank or self.output_rank):
             queries += self.attention_gate * projection.inputs
-            return Matrix("qkv", self.hidden, queries + 2 * keys), projection
+            queries += self.head_gate * self.heads
+            return Matrix("qkv", self.hidden, queries + keys_values), projection
         # Latent attention: queries may, keys and values do come from a latent
         # [DeepSeek-V2, arXiv 2405.04434, section 2.1].
         if rank := self.q_lora_rank:
@@ -262,35 +303,59 @@ class Transformer(LayerFormulas):
             ]
         else:
             matrices = [Matrix("q", self.hidden, queries)]
-        latent = self.kv_lora_rank
-        keys_values = self.heads * (self.head_dim + self.v_head_dim)
-        matrices += [
-            Matrix("kv_down", self.hidden, latent + self.rope_head_dim),
-            Matrix("kv_up", latent, keys_values),
-        ]
-        if self.index_heads:  # keys and weights of heads too
+        if latent := self.kv_lora_rank:
+            keys_values = self.heads * (self.head_dim + self.v_head_dim)
+            matrices += [
+                Matrix("kv_down", self.hidden, latent + self.rope_head_dim),
+                Matrix("kv_up", latent, keys_values),
+            ]
+        else:
+            width = self.output_groups * self.output_rank
+            matrices += [
+                Matrix("kv", self.hidden, keys_values),
+                Matrix("compressor", self.hidden, self.compressor_outputs),
+                Matrix("output", projection.inputs // self.output_groups, width),
+            ]
+            projection = Matrix("projection", width, self.hidden)
+        if self.index_heads:  # weights of heads too, and keys if none are compressed
             index = self.index_heads * self.index_dim
+            keys = self.index_heads + self.index_dim * (self.compression == 0)
             matrices += [
                 Matrix("index_q", rank or self.hidden, index),
-                Matrix("index", self.hidden, self.index_dim + self.index_heads),
+                Matrix("index", self.hidden, keys),
             ]
-        return *matrices, projection
+        return *(matrix for matrix in matrices if matrix.outputs), projection
 
     @property
     def attention_parameters(self) -> int:
         """Parameters of one layer's attention."""
         queries = self.heads * self.head_dim
-        qkv = queries + 2 * self.kv_heads * self.head_dim
+        qkv = queries + self.kv_heads * self.key_value_outputs
         bias = {"all": qkv + self.hidden, "qkv": qkv, "none": 0}[self.attention_bias]
         norms = self.qk_norm * 2 * self.head_dim + self.q_lora_rank + self.kv_lora_rank
-        norms += 2 * self.index_dim  # of the indexer's keys, with a bias
+        # of the indexer's keys, with a bias but for compressed ones
+        norms += self.index_dim * (1 + (self.compression == 0))
+        if self.output_rank:  # of keys and of compressed ones, with biases of positions
+            norms += self.head_dim * (1 + (self.compression > 0))
+            norms += self.compression * self.compressor_outputs // 2
         sinks = self.sinks * self.heads
         products = sum(matrix.parameters for matrix in self.attention_matrices)
-        return products + bias + norms + sinks + self.other_layer_parameters
+        more = self.other_layer_parameters - self.shared_norm * self.norm_parameters
+        return products + bias + norms + sinks + more
+
+    @property
+    def compressor_outputs(self) -> int:
+        """Channels per token of keys that are compressed, and of their weights: of two
+        series, which overlap, where an indexer chooses.
+        """
+        series = (self.compression > 0) * (1 + (self.index_heads > 0))
+        return 2 * series * (self.head_dim + self.index_dim)
 
     def layer_window(self, layer: int) -> int:
         """Tokens that a layer attends to, 0 for all."""
         is_full = self.full_every and (layer + 1) % self.full_every == 0
+        if self.blocks:
+            is_full = not self.layer_kinds[layer].windowed
         return 0 if is_full else self.window
 
     @property
@@ -332,6 +397,8 @@ class Transformer(LayerFormulas):
             return mixer_parameters(self, block)
         if block == BlockKind.FEED_FORWARD:
             return self.mlp_parameters(self.ffn)
+        if model := self.attentions.get(block):
+            return model.attention_parameters
         return (
             self.moe_parameters
             if block == BlockKind.EXPERTS
@@ -380,19 +447,24 @@ class Transformer(LayerFormulas):
         """
         s = sequence or self.sequence
         terms = Counter()
+        # n streams of the residual: at each block n^2 + 2 n weights from all of them mix
+        # them, an n x n product, and at the head n
+        n = self.streams
+        mixed = (n > 1) * n * self.hidden
         # 2 FLOPs per multiply-add: (T, k) by (k, n) takes 2 T k n
         if self.image:
             terms["patches"] += 2 * (s - 1) * 3 * self.patch**2 * self.hidden
             terms["head"] += 2 * self.hidden * self.classes
         else:
             predicted = self.predicted_share * self.decoder_tokens(s)
-            terms["head"] += 2 * predicted * self.hidden * self.vocab
+            terms["head"] += 2 * predicted * (self.hidden * self.vocab + n * mixed)
         for layer, blocks in enumerate(self.layer_kinds):
             is_decoder = blocks.has_cross_attention
             tokens = self.decoder_tokens(s) if is_decoder else s
             window = self.layer_window(layer) if windows else 0
             keys = min(window or tokens, tokens)
             for block in blocks.kinds:
+                terms["streams"] += 2 * tokens * (n**2 + 3 * n) * mixed
                 self._add_block(terms, block, tokens, s if block == "x" else keys)
         if tower := self.tower:
             tokens = tower.sequence / self.merged_patches
@@ -409,13 +481,17 @@ class Transformer(LayerFormulas):
 
     def _add_block(self, terms, block, tokens, keys):
         """Add the FLOPs of a block for tokens that each attend to `keys`."""
+        if model := self.attentions.get(block):
+            if ratio := model.compression:
+                keys += min(tokens / ratio, model.index_top or tokens)
+            model._add_block(terms, BlockKind.ATTENTION, tokens, keys)
         if block in (BlockKind.ATTENTION, BlockKind.CROSS_ATTENTION):
             products = sum(matrix.parameters for matrix in self.attention_matrices)
             terms["projections"] += 2 * tokens * products
             terms["scores"] += 4 * tokens * keys * self.core_width
             # the indexer scores all keys, once
             index = 2 * self.index_heads * self.index_dim
-            terms["index"] += tokens * tokens * index
+            terms["index"] += tokens * tokens * index / max(self.compression, 1)
         if block == BlockKind.CROSS_ATTENTION:
             # keys and values come from the encoder's tokens: project these instead
             keys_values = self.kv_heads * (self.head_dim + self.v_head_dim)

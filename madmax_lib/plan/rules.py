@@ -250,7 +250,7 @@ _TRANSFORMER = (
     _shape_rule(
         "tp",
         "the attention heads",
-        lambda c: c.model.heads * c.model.all_blocks.has_attention,
+        lambda c: c.model.tp_heads * c.model.all_blocks.has_attention,
         "attention heads",
     ),
     _shape_rule(
@@ -270,7 +270,11 @@ _TRANSFORMER = (
         "context parallelism",
         lambda p, c: (
             (p.cp > 1)
-            & (c.model.all_blocks.has_mixer | c.model.all_blocks.has_cross_attention)
+            & bool(
+                c.model.all_blocks.has_mixer
+                or c.model.all_blocks.has_cross_attention
+                or c.model.output_rank
+            )
         ),
     ),
     _kinds_rule(
@@ -309,10 +313,10 @@ _TRANSFORMER = (
     Rule(
         "cp must divide the heads of a tp rank under Ulysses",
         lambda p, c: (
-            (p.context == "ulysses") & _leaves_rest(c.model.heads // p.tp, p.cp)
+            (p.context == "ulysses") & _leaves_rest(c.model.tp_heads // p.tp, p.cp)
         ),
         lambda p, c: (
-            f"cp={p.cp} does not divide {c.model.heads // p.tp} attention heads of a "
+            f"cp={p.cp} does not divide {c.model.tp_heads // p.tp} attention heads of a "
             f"tp rank of {c.model.name}"
         ),
     ),

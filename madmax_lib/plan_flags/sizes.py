@@ -35,9 +35,9 @@ def without_off(flags: dict) -> dict:
 def megatron_sizes(model: Transformer, sequence: int) -> dict:
     """Flags of pretrain_gpt.py, or of pretrain_vision_classify.py for images.
 
-    Raises ValueError for layers of several kinds.
+    Raises ValueError for layers of several kinds, and for parts side by side.
     """
-    if model.blocks:
+    if model.blocks or model.shared_norm:
         raise ValueError(
             f"{model.name}: Megatron's flags of layers {' '.join(model.kinds)} are "
             "not written; leave out model"

@@ -166,8 +166,7 @@ def _micro_batch(case, samples, parameters):
     # recommendation models give their work as blocks
     is_dlrm = isinstance(case.model, DLRM)
     steps = Steps.of(replace(case, model=_NOTHING) if is_dlrm else case)
-    # each tp rank sends its part [arXiv 2104.04473]
-    sent_bytes = float(steps.work.moved_bytes / case.plan.tp)
+    sent_bytes = float(steps.work.sent_bytes)
     return MicroBatch(chunk_blocks(case), Prices(steps, parameters), sent_bytes)
 
 

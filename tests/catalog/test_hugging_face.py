@@ -12,7 +12,9 @@ from support import cells, refused, rows_beside
 
 from madmax_lib import catalog
 from madmax_lib.plan import Case, Plan
+from madmax_lib.plan_flags.sizes import megatron_sizes
 from madmax_lib.simulator.estimate import estimate
+from madmax_lib.simulator.memory.memory import memory, peak_bytes
 
 # name: (configuration, parameters). [Model cards and safetensors; for stacks of several
 # kinds of layers the classes of transformers 5.23, for T5 1.1, Flan and mT5, whose head
@@ -114,6 +116,7 @@ def test_configurations_of_mamba_ssm_are_read_too(read, config, multiple, name):
     Jamba-v0.1 | m- mE m- mE *- mE m- mE
     mamba2-2.7b | M
     granite-4.0-h-tiny | ME ME ME ME ME *E ME ME ME ME
+    gemma-4-26B-A4B | w-E w-E w-E w-E w-E *-E
     """),
 )
 def test_layers_of_a_stack_are_those_of_its_configuration(read, name, blocks):
@@ -134,6 +137,112 @@ def test_layers_of_a_window_in_turn_with_all_tokens(read, types):
     model = read("gemma-3-1b", sliding_window=512, layer_types=types)
     windows = [model.layer_window(layer) for layer in (0, 4, 5, 11, 12)]
     assert windows == [512, 512, 0, 0, 512]
+
+
+def test_a_window_is_said_by_blocks_too(read):
+    """Alike in parameters, FLOPs, memory and both forms of a step."""
+    usual = read("gemma-3-1b", num_hidden_layers=24, sliding_window=512)
+    stack = replace(usual, full_every=0, blocks="w- w- w- w- w- *-")
+    cases = [
+        Case(model, SERVERS, Plan(dp=8, pp=4), 32, 4096) for model in (usual, stack)
+    ]
+    assert usual.parameters == stack.parameters
+    assert usual.forward_flops(2) == stack.forward_flops(2)
+    tables = [memory(model, "dp8.pp4", sequence=4096) for model in (usual, stack)]
+    assert peak_bytes(tables[0]) == pytest.approx(peak_bytes(tables[1]))
+    assert laid_out_s(cases[0]) == pytest.approx(laid_out_s(cases[1]))
+    assert closed_s(cases[1]) == pytest.approx(laid_out_s(cases[1]), rel=0.01)
+    for part in ("w.head=8", "x.heads=8", "w.heads", "w.heads=-8"):
+        with refused(f"is not made of such as w.heads=8: {part}", "block_fields"):
+            replace(stack, block_fields=part)
+
+
+@pytest.mark.parametrize(
+    ("name", "full", "near"),
+    cells("""
+    gemma-4-31B | 32 4 512 512 | 32 16 256 256
+    MiMo-V2-Flash | 64 4 192 128 | 64 8 192 128
+    Step-3.5-Flash | 64 8 128 128 | 96 8 128 128
+    DeepSeek-V4-Flash | 64 1 512 512 | 64 1 512 512
+    """),
+)
+def test_heads_differ_between_a_window_and_all_tokens(read, name, full, near):
+    model = read(name)
+    for attention, sizes in ((model, full), (model.attentions["w"], near)):
+        names = ("heads", "kv_heads", "head_dim", "v_head_dim")
+        assert [getattr(attention, field) for field in names] == [
+            *map(int, sizes.split())
+        ]
+    cases = [Case(model, SERVERS, Plan(dp=4, tp=8, zero=1), 32, 8192)]
+    assert closed_s(cases[0]) == pytest.approx(laid_out_s(cases[0]), rel=0.01)
+
+
+def test_tp_shares_out_the_heads_of_both_kinds_of_layers(read):
+    """64 divides the heads of all tokens, and not the 96 of a window."""
+    with refused("tp=64 does not divide 32 attention heads"):
+        model = read("Step-3.5-Flash")
+        Plan(tp=64).check(model, catalog.cluster("dgx-h100", 8), 8, 8192)
+
+
+def test_compressed_tokens_and_streams_count(read):
+    """FLOPs as torch's FlopCounterMode has them for the class of transformers 5.24, with
+    eager attention; that of experts, which it does not see, comes on top.
+    """
+    sizes = {
+        "hidden_size": 64,
+        "moe_intermediate_size": 32,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "head_dim": 32,
+        "q_lora_rank": 24,
+        "o_groups": 2,
+        "o_lora_rank": 16,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "index_n_heads": 4,
+        "index_head_dim": 16,
+        "vocab_size": 512,
+        "compress_ratios": [0, 128, 4, 128, 4, 0],
+    }
+    tiny = read("DeepSeek-V4-Flash", **sizes)
+    assert tiny.parameters == 586_665
+    terms = tiny.flops_by_term(256, windows=False)
+    assert sum(terms.values()) - terms["experts"] == 356_253_696
+    model = read("DeepSeek-V4-Flash")
+    single = replace(model, streams=1)
+    stored = [
+        memory(one, "dp1", sequence=4096, software="megatron-core")
+        .set_index("component")
+        .loc["activations", "size_bytes"]
+        for one in (model, single)
+    ]
+    # four more of 16 bits enter each of both blocks
+    assert stored[0] - stored[1] == model.layers * 2 * 4 * 2 * 4096 * model.hidden
+    cases = [Case(one, SERVERS, Plan(dp=8, pp=4), 32, 4096) for one in (model, single)]
+    steps = [closed_s(case) for case in cases]
+    assert 1.02 < steps[0] / steps[1] < 1.1
+    assert steps[0] == pytest.approx(laid_out_s(cases[0]), rel=0.03)
+    with refused("context parallelism is not modelled"):
+        Plan(dp=16, cp=2).check(model, SERVERS, 32, 4096)
+
+
+def test_one_norm_for_both_parts_is_one_less(read):
+    """Parameters, and what the norm of a feed-forward part keeps: its input and, for the
+    product, its result.
+    """
+    model = read("command-r7b")
+    usual = replace(model, shared_norm=False)
+    assert usual.parameters - model.parameters == model.layers * model.hidden
+    tables = [
+        memory(one, "dp1", sequence=4096, software="megatron-core")
+        for one in (usual, model)
+    ]
+    kept = [table.set_index("component")["size_bytes"] for table in tables]
+    vector_bytes = 2 * 4096 * model.hidden * model.layers
+    saved = kept[0]["activations"] - kept[1]["activations"]
+    assert saved == 2 * vector_bytes
+    with refused("Megatron's flags & not written"):
+        megatron_sizes(model, 4096)
 
 
 # What it says itself are its sizes; the rest are the defaults of its kind.
@@ -204,7 +313,7 @@ OTHER_KEYS = {"d_model": 512, "num_layers": 6, "d_ff": 2048}
     bart | an encoder with biases, positions and norms of its own
     zamba2 | layers that share weights
     falcon_h1 | state-space and attention side by side in a layer
-    deepseek_v4 | hyper-connections & the nearest that can be read is deepseek_v32
+    mllama | attention to images & the nearest that can be read is llama
     """),
 )
 @pytest.mark.parametrize(
@@ -226,6 +335,7 @@ def test_what_cannot_be_said_is_refused_with_a_way_out(
     [
         ("granite-4.0-h-tiny", "layer_types", ["conv"] * 40, "'conv' & not modelled"),
         ("gemma-3-1b", "layer_types", FULL + SLIDING * 24 + FULL, "[1, 26] & n-th"),
+        ("gemma-4-31B", "hidden_size_per_layer_input", 256, "tables of their own"),
         *cells("""
         DeepSeek-V3 | vocab_size | 0 | =0 & not a size
         DeepSeek-V3 | intermediate_size | 0 | =0 & not a size
@@ -247,6 +357,19 @@ def test_a_configuration_that_no_model_has_is_refused(read, name, key, value, ru
     named = () if "shared" in key or key == "n_groups" else (key.removeprefix("num_"),)
     with refused(rule, *named):
         read(name, **{key: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "rule"),
+    cells("""
+    gemma-4-26B-A4B | per_layer_config | not of the kind & 'values'
+    MiMo-V2-Flash | hybrid_layer_pattern | not of the kind & not iterable
+    DeepSeek-V4-Flash | compress_ratios | layer_types & is not modelled
+    """),
+)
+def test_a_number_in_place_of_a_list_is_refused(read, name, key, rule):
+    with refused(rule):
+        read(name, **{key: 3})
 
 
 def test_a_kind_that_nobody_knows_is_read_as_llama_where_its_keys_are(read):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from madmax_lib.catalog import DLRM
-from madmax_lib.catalog.blocks import BlockKind, Blocks
+from madmax_lib.catalog.blocks import WINDOWED, BlockKind, Blocks
 from madmax_lib.plan import Case
 from madmax_lib.simulator.layers.cuts import cut_model
 from madmax_lib.simulator.layers.mixers import cross_attention, mixer_blocks
@@ -100,6 +100,9 @@ def layer_blocks(
     for kind in layer.kinds:
         if kind == BlockKind.ATTENTION:
             blocks += _attention(work, number, windowed, not is_encoder)
+        elif kind in WINDOWED:
+            near = replace(work, shape=Shape.of(model.attentions[kind]))
+            blocks += _attention(near, number, True, True)
         elif kind == BlockKind.CROSS_ATTENTION:
             blocks.append(cross_attention(work, encoder, number))
         elif kind.is_mixer:
@@ -210,10 +213,10 @@ def _attention(work, number, windowed, causal):
     tokens = work.tokens
     width = work.width
     # heads of keys and values that several tp devices hold
-    copied = 2 * shape.head_dim * np.maximum(tp - shape.kv_heads, 0)
+    copied = shape.key_value_outputs * np.maximum(tp - shape.kv_heads, 0)
     first = [work.norm()]
     for name, inputs, outputs in shape.matrices:
-        columns = (outputs + (copied if name == "qkv" else 0)) / tp
+        columns = (outputs + (copied if name in ("kv", "qkv") else 0)) / tp
         first.append(linear(name, tokens, columns, inputs, width))
     if any_nonzero(shape.rope):
         has_latent = shape.rope_head_dim > 0
@@ -301,9 +304,18 @@ def _core(work, windowed, causal):
             causal=causal & (shape.image == 0) & (shape.predicted_share >= 1),
             window=shape.window if windowed else 0,
         )
+        ratio = np.maximum(shape.compression, 1)
+        if any_nonzero(shape.compression):
+            # of each `ratio` tokens one: those of a window of chosen ones, or all
+            flops = flops + attention_flops(
+                tokens,
+                work.sequence,
+                shape.core_width / plan.tp / ratio,
+                window=shape.index_top * ratio,
+            )
         if any_nonzero(shape.index_heads):
             # one product a score, where attention has two
-            index_width = shape.index_heads * shape.index_dim / plan.tp / 2
+            index_width = shape.index_heads * shape.index_dim / plan.tp / 2 / ratio
             flops = flops + attention_flops(tokens, work.sequence, index_width)
         read = tokens * shape.qkv_channels / plan.tp
         written = tokens * heads * shape.v_head_dim

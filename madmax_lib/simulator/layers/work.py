@@ -60,7 +60,10 @@ class Shape(LayerFormulas):
     router_bias: Number
     dense_layers: Number  # first ones that are no mixtures
     mixture_share: Number  # of the layers: those that are mixtures
-    attention_gate: Number
+    shared_values: Number
+    compression: Number  # tokens that become one
+    index_top: Number  # of these, those that are chosen
+    streams: Number  # of the residual
     index_heads: Number  # of the indexer that chooses the tokens of the window
     index_dim: Number
     window: Number  # tokens a layer attends to
@@ -197,6 +200,13 @@ class Work:
         """Activations of a micro-batch between layers."""
         return self.tokens * self.shape.hidden * self.width.storage_bytes
 
+    @property
+    def sent_bytes(self) -> Number:
+        """Activations that a device sends to the next stage: its part of all streams,
+        gathered on arrival [arXiv 2104.04473].
+        """
+        return self.moved_bytes * self.shape.streams / self.plan.tp
+
     @cached_property
     def _moved_by_kind(self):
         """Bytes that sequence parallelism gathers and scatters, and that tensor
@@ -223,9 +233,14 @@ class Work:
         return {"before": self.enter, "after": self.leave}
 
     def norm(self) -> Op:
-        """Residual addition and normalisation in one kernel: two reads, one write."""
+        """Residual addition and normalisation in one kernel: two reads, one write. Of n
+        streams one kernel reads all and writes one, another reads these and the result.
+        """
         elements = self.tokens * self.shape.hidden / self.spread
-        return pointwise("norm", 2 * elements, elements, self.width)
+        streams = self.shape.streams
+        more = streams > 1
+        read = (2 * streams + more) * elements
+        return pointwise("norm", read, (streams + more) * elements, self.width)
 
     def mlp(
         self,

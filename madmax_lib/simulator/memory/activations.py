@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from madmax_lib.catalog import Software, Transformer
-from madmax_lib.catalog.blocks import Blocks
+from madmax_lib.catalog.blocks import BlockKind, Blocks
 from madmax_lib.catalog.mixers import mixer_elements
 from madmax_lib.plan import Case
 from madmax_lib.simulator.layers.ops import BYTES
@@ -63,6 +63,9 @@ def layer_bytes(case: Case, word: str, software: Software) -> LayerBytes:
     """
     blocks = Blocks(word)
     model = case.model
+    if kind := blocks.windowed:
+        blocks = Blocks(word.replace(kind, BlockKind.ATTENTION))
+        model = model.attentions[kind]
     p = case.plan
     tp = p.tp
     h = model.hidden
@@ -85,11 +88,11 @@ def layer_bytes(case: Case, word: str, software: Software) -> LayerBytes:
     # the first product of a gated part is twice as wide
     halves = 2 if model.gated else 1
     qkv, latent, values = _attention_widths(model, blocks)
-    inner = blocks.count("-") * model.ffn
-    shared = routed = router = 0
+    shared = blocks.count("-") * model.ffn
+    inner = routed = router = 0
     if blocks.has_experts:
         inner = model.active_experts * model.expert_ffn
-        shared = model.shared_experts * model.expert_ffn
+        shared += model.shared_experts * model.expert_ffn
         routed = model.active_experts * model.expert_inputs
         router = _ROUTER_BYTES * model.experts
     load = np.where(p.capacity > 0, p.capacity, p.busiest(case.imbalance, model))
@@ -109,14 +112,18 @@ def layer_bytes(case: Case, word: str, software: Software) -> LayerBytes:
     feed_forward = feed_forward + copies + router / shards
     # inputs of norms and of the first product of each block, with dropout masks
     norm = _NORM_BYTES * ("norm" in software.keeps and model.norm == "rms")
-    entering = attends * operand + (len(blocks) - attends) * trained
-    hidden = (len(blocks) * (width + dropout) + entering) * h / shards
+    norms = len(blocks) - model.shared_norm
+    entering = attends * operand + (norms - attends) * trained
+    # all streams enter a block, and the one that they become its norm
+    streams = model.streams
+    entered = width * (streams + (streams > 1))
+    hidden = (norms * (entered + dropout) + entering) * h / shards
     # Autocast leaves the sum of the residuals in fp32, which norms keep as it is; FSDP
     # casts parameters and computes in 16 bits throughout.
     autocast = (p.zero < 2) & (width == 2)
     wider = autocast * width * ("stream" in software.keeps)
     more = np.where(wider > 0, wider, norm)
-    hidden = hidden + len(blocks) * more * h / shards
+    hidden = hidden + norms * more * h / shards
     # each product casts its input anew: queries, keys and values, and both of a gate
     again_cast = 2 * attends + (halves - 1) * blocks.count("-")
     again_cast = again_cast * autocast * ("casts" in software.keeps)
@@ -142,17 +149,17 @@ def layer_bytes(case: Case, word: str, software: Software) -> LayerBytes:
         selective = tokens * (width * products + np.where(flash, core, 0))
     after_recompute = np.select(
         [p.recompute == "full", p.recompute == "selective"],
-        [tokens * (width + wider) * h / shards, selective],
+        [tokens * (width + wider) * streams * h / shards, selective],
         stored,
     )
     again = np.where(p.recompute == "none", 0.0, stored - after_recompute)
-    # gradients on their way through the largest block
+    # gradients on their way through the largest block, and of its input and result
     passing = np.maximum((halves + 1) * inner / tp, np.where(flash, 0, 2 * scores))
-    passing = np.maximum(passing, (mixed + mixer) / tp) + 2 * h + routed / tp
+    passing = np.maximum(passing, (mixed + mixer) / tp) + routed / tp
     return LayerBytes(
-        input=tokens * width * h / shards,
+        input=tokens * width * streams * h / shards,
         stored=after_recompute,
-        at_work=again + tokens * width * passing,
+        at_work=again + tokens * width * (passing + 2 * streams * h),
         shards=shards,
     )
 
@@ -167,11 +174,13 @@ def _attention_widths(model, blocks):
         latent = 2 * (model.q_lora_rank + model.kv_lora_rank) + model.rope_head_dim
         return _Widths(2 * scored + values, own_count * latent, values)
     q = (1 + model.attention_gate) * model.heads * model.head_dim
-    kv = 2 * model.kv_heads * model.head_dim
+    q += model.output_groups * model.output_rank + model.compressor_outputs
+    q += model.index_heads * model.index_dim / 2
+    kv = model.kv_heads * (model.head_dim + model.v_head_dim)
     # keys and values of the encoder
     longer = model.sequence / model.decoder_sequence if cross_count else 0
     qkv = own_count * (q + kv) + cross_count * (q + longer * kv)
-    return _Widths(qkv, 0, values)
+    return _Widths(qkv, 2 * model.q_lora_rank, values)
 
 
 def in_flight(schedule, stage, pp, interleave=1, micro_batches=np.inf):

@@ -130,9 +130,7 @@ def _message_s(steps, costs):
     plan = steps.plan
     prices = costs.prices
     pp = plan.pp
-    # each tensor rank sends its part, gathered on arrival [arXiv 2104.04473]
-    size_bytes = steps.work.moved_bytes / plan.tp
-    near_s, far_s = prices.pair_s("send_recv", size_bytes)
+    near_s, far_s = prices.pair_s("send_recv", steps.work.sent_bytes)
     on_node = np.maximum(prices.machine.node * pp // plan.world_size, 1)  # stages
     crossing = (np.ceil(pp / on_node) - 1) / np.maximum(pp - 1, 1)
     return near_s + crossing * (far_s - near_s)
