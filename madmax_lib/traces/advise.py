@@ -78,8 +78,8 @@ def advise(timeline: Timeline) -> pd.DataFrame:
 
 
 def _beside_replay(table, recording):
-    """The table, whose gains are at most what a step replayed without any communication
-    saves: beyond, something else decides, such as the host. The evidence says where.
+    """The table, whose evidence says where a step replayed without any communication
+    saves less than a gain: there something else, such as the host, decides.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # on what a replay cannot know
@@ -91,13 +91,11 @@ def _beside_replay(table, recording):
     is_less &= table["gain_s"] > free["saved_s"]
     if not is_less.any() or not abs(free["replay_error"]) < _ALIKE:
         return table
-    saved_s = max(free["saved_s"], 0.0)
-    note = f"; a replay without any communication saves {format_s(saved_s)} per step"
-    # a replay that gains nothing may lack what the host did meanwhile
-    return table.assign(
-        gain_s=table["gain_s"].mask(is_less & (saved_s > 0), saved_s),
-        evidence=table["evidence"] + np.where(is_less, note, ""),
+    saved = format_s(max(free["saved_s"], 0.0))
+    note = (
+        f"; alone it gains less: a replay without communication saves {saved} per step"
     )
+    return table.assign(evidence=table["evidence"] + np.where(is_less, note, ""))
 
 
 class Finding(NamedTuple):
