@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from madmax_lib.catalog.models import DLRM
+from madmax_lib.catalog.models import DLRM, Model
 from madmax_lib.plan.case import Case
+from madmax_lib.plan.columns import MODULES
 from madmax_lib.plan.rule import FIELDS, ZERO_PLUS, Rule, enforce
 from madmax_lib.plan.software_rules import SOFTWARE, STATED
 
@@ -234,6 +235,14 @@ def _kinds_rule(name, what, broken):
     )
 
 
+_NEEDS = {name: need for name, need in MODULES["needs"].items() if need}
+
+
+def lacking(model: Model) -> list[str]:
+    """Modules of recompute that a model does not have."""
+    return [name for name, need in _NEEDS.items() if not getattr(model, need)]
+
+
 _TRANSFORMER = (
     Rule(
         "a model needs tokens",
@@ -381,6 +390,14 @@ _TRANSFORMER = (
         "last_layers, got interleave={p.interleave}",
     ),
     *map(_of_layers, STAGES),
+    Rule(
+        "a model must have the modules that are recomputed",
+        lambda p, c: p.recomputes(*lacking(c.model)),
+        lambda p, c: (
+            f"recompute={p.recompute}: {c.model.name} has no "
+            f"{' or '.join(m for m in lacking(c.model) if p.recomputes(m))}"
+        ),
+    ),
 )
 
 # of a DLRM, whose tables lie over all devices

@@ -4,6 +4,7 @@ import math
 import re
 from itertools import product
 
+from madmax_lib.plan.columns import MODULES
 from madmax_lib.plan_flags.keys import Keys, is_known, rows_of
 from madmax_lib.plan_flags.text import Source
 
@@ -375,9 +376,11 @@ def _recompute(keys):
         return "full"
     if not granularity and not short:
         return "none"
-    modules = str(keys.get("recompute-modules", "core_attn"))
-    if modules.strip("[]") != "core_attn":
+    # words of a command line, or a list of overrides or of YAML
+    modules = re.findall(r"\w+", str(keys.get("recompute-modules", "core_attn")))
+    if others := sorted({*modules} - {*MODULES.index}):
         raise ValueError(
-            f"--recompute-modules={modules}: a plan recomputes core_attn alone"
+            f"--recompute-modules: a plan does not recompute {', '.join(others)} alone, "
+            f"but {', '.join(MODULES.index)}"
         )
-    return "selective"
+    return "+".join(modules) or "none"

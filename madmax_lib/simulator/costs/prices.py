@@ -158,7 +158,7 @@ class Prices(LinkPrices, Overlap):
                 # 0 attention's scores
                 scores = op.core * (gemm_share == 0)
                 again = selective * (gemm_share if cause == "gemm_s" else scores)
-                repeated_s = (self.repeats + again) * seconds
+                repeated_s = (self.repeats + again + op.again) * seconds
                 add(result["recompute"], {cause: repeated_s})
             if phase == "weight":
                 seconds = seconds * self.trained
@@ -172,8 +172,16 @@ class Prices(LinkPrices, Overlap):
 
     @cached_property
     def repeats(self) -> Number:
-        """1 where the backward pass repeats the forward one, with its collectives."""
+        """1 where the backward pass repeats all of the forward one, with its
+        collectives.
+        """
         return (self.plan.recompute == "full") + 0.0
+
+    @cached_property
+    def repeats_feed_forward(self) -> tuple[Number, Number]:
+        """1 where it repeats that of dense layers, and of mixtures, alone."""
+        repeats = self.plan.recomputes
+        return 1.0 * repeats("mlp"), 1.0 * repeats("moe")
 
     @cached_property
     def trained(self) -> Number:
@@ -238,12 +246,19 @@ class Prices(LinkPrices, Overlap):
         """Seconds of the host for the kernels of a layer, forward; 0 for the ends of
         the model.
         """
-        ops = [op for block in blocks for op in block.ops]
-        has_experts = any(op.experts for op in ops)
+        return sum(map(self._launches_s, blocks))
+
+    def repeated_launches_s(self, blocks: Sequence[Block]) -> Number:
+        """Seconds of those that the backward pass computes again."""
+        times = ((self.repeats + b.again) * self._launches_s(b) for b in blocks)
+        return sum(times)
+
+    def _launches_s(self, block):
+        names = [op.name for op in block.ops]
         # attention and feed-forward part are half a layer each, and begin with a norm
-        halves = sum(op.name == "norm" for op in ops) / 2
-        seconds = halves * self.launch_s + has_experts * self.routing_s
-        return blocks[0].recomputed * seconds
+        halves = names.count("norm") / 2
+        seconds = halves * self.launch_s + ("router" in names) * self.routing_s
+        return block.recomputed * seconds
 
     def stop_s(self, blocks: Sequence[Block]) -> Number:
         """Seconds from the counts of a mixture layer's tokens to its next kernel: two

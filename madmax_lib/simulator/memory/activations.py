@@ -18,6 +18,7 @@ from madmax_lib.catalog.blocks import Blocks
 from madmax_lib.catalog.mixers import mixer_elements
 from madmax_lib.plan import Case
 from madmax_lib.simulator.layers.ops import BYTES
+from madmax_lib.simulator.layers.work import any_nonzero
 from madmax_lib.simulator.memory.states import width_of
 
 # a dropout mask holds one byte per element [arXiv 2205.05198, section 4.1]
@@ -105,8 +106,8 @@ def layer_bytes(case: Case, word: str, software: Software) -> LayerBytes:
     # experts that tp splits see the tokens of all tp
     copies = width * routed / tp + trained * routed / p.expert_spread
     gate = (halves - 1) * width * ("gate" in software.keeps)
-    feed_forward = (width * halves + gate + trained) * inner / tp
-    feed_forward = feed_forward + copies + router / shards
+    channel = width * halves + gate + trained
+    feed_forward = channel * inner / tp + copies + router / shards
     # inputs of norms and of the first product of each block, with dropout masks
     norm = _NORM_BYTES * ("norm" in software.keeps and model.norm == "rms")
     entering = attends * operand + (len(blocks) - attends) * trained
@@ -134,6 +135,33 @@ def layer_bytes(case: Case, word: str, software: Software) -> LayerBytes:
     projections = projections + width * latent / shards
     stored = tokens * hidden + tokens * projections
     stored = stored + tokens * core + tokens * feed_forward
+    # what modules that are computed again do not keep
+    in_attention = in_feed_forward = 0.0
+    if any_nonzero(p.recomputes_modules):
+        # of a product's input
+        entered = h / shards + gathers * h * (1 - 1 / shards)
+        latents = (latent - blocks.count("*") * model.rope_head_dim) / 2
+        has_experts = blocks.has_experts
+        in_attention = _repeated(
+            p,
+            core_attn=core,
+            mla_up_proj=width * (copied * qkv / tp + latents / shards),
+            layernorm=(latent > 0) * operand * entered,
+        )
+        experts = _repeated(
+            p,
+            moe=has_experts * feed_forward,
+            shared_experts=channel * shared / tp,
+            moe_act=has_experts * (gate + trained) * (inner - shared) / tp,
+        )
+        # all of the mixture contains its parts
+        in_feed_forward = np.minimum(experts, feed_forward) + _repeated(
+            p,
+            layernorm=has_experts * trained * entered,
+            mlp=(not has_experts) * feed_forward
+            + blocks.count("-") * trained * entered,
+        )
+    modules = tokens * (in_attention + in_feed_forward)
     selective = stored - tokens * core
     if software.selective_products > 0:
         # torch keeps input, attention's output and every second matrix product
@@ -143,9 +171,11 @@ def layer_bytes(case: Case, word: str, software: Software) -> LayerBytes:
     after_recompute = np.select(
         [p.recompute == "full", p.recompute == "selective"],
         [tokens * (width + wider) * h / shards, selective],
-        stored,
+        stored - modules,
     )
-    again = np.where(p.recompute == "none", 0.0, stored - after_recompute)
+    # attention is computed again when the other half is done with
+    again = stored - after_recompute
+    again = again - tokens * np.minimum(in_attention, in_feed_forward)
     # gradients on their way through the largest block
     passing = np.maximum((halves + 1) * inner / tp, np.where(flash, 0, 2 * scores))
     passing = np.maximum(passing, (mixed + mixer) / tp) + 2 * h + routed / tp
@@ -155,6 +185,11 @@ def layer_bytes(case: Case, word: str, software: Software) -> LayerBytes:
         at_work=again + tokens * width * passing,
         shards=shards,
     )
+
+
+def _repeated(plans, **parts):
+    """Sum of the parts of modules that plans compute again, by module."""
+    return sum(plans.recomputes(module) * part for module, part in parts.items())
 
 
 def _attention_widths(model, blocks):
