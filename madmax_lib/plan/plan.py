@@ -21,7 +21,7 @@ from madmax_lib.base.fields import require_int, short_repr
 from madmax_lib.catalog.data_files import data_file
 from madmax_lib.catalog.models import Cluster, Model
 from madmax_lib.plan.case import Case
-from madmax_lib.plan.columns import MODULES, Plans
+from madmax_lib.plan.columns import Plans
 from madmax_lib.plan.rule import ZERO_PLUS
 from madmax_lib.plan.rules import ALONE, BATCH, enforce, rules_of
 
@@ -120,8 +120,7 @@ class Plan(Plans):
                 object.__setattr__(self, name, value.item())
         enforce(ALONE, self, None)
         if self.recomputes_modules:
-            words = self.recompute.split("+")
-            modules = "+".join(module for module in MODULES.index if module in words)
+            modules = "+".join(sorted({*self.recompute.split("+")}))
             modules = "selective" if modules == "core_attn" else modules
             object.__setattr__(self, "recompute", modules)
         super().__post_init__()

@@ -235,12 +235,10 @@ def _kinds_rule(name, what, broken):
     )
 
 
-_NEEDS = {name: need for name, need in MODULES["needs"].items() if need}
-
-
 def lacking(model: Model) -> list[str]:
     """Modules of recompute that a model does not have."""
-    return [name for name, need in _NEEDS.items() if not getattr(model, need)]
+    needs = MODULES["needs"].items()
+    return [name for name, need in needs if not getattr(model, need)]
 
 
 _TRANSFORMER = (
@@ -394,8 +392,8 @@ _TRANSFORMER = (
         "a model must have the modules that are recomputed",
         lambda p, c: p.recomputes(*lacking(c.model)),
         lambda p, c: (
-            f"recompute={p.recompute}: {c.model.name} has no "
-            f"{' or '.join(m for m in lacking(c.model) if p.recomputes(m))}"
+            f"recompute={p.recompute}, but {c.model.name} lacks "
+            f"{', '.join(lacking(c.model))}"
         ),
     ),
 )

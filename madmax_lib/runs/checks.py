@@ -113,7 +113,7 @@ def _model_rules(plan, spec, settings):
             plan.overlap_gather or plan.capacity
         ),
         f"recompute={plan.recompute}: none, selective and full run here, modules do not": (
-            plan.recompute not in ("none", "selective", "full")
+            plan.recomputes_modules
         ),
         "etp, lora and the overlaps of a plan do not run here (lora_rank is a setting)": (
             plan.etp or plan.lora_rank or overlaps

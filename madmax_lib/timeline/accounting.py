@@ -178,21 +178,6 @@ def exposed_ns(
     return exposed
 
 
-def top_kernels(timeline: Timeline, count: int = 10) -> pd.DataFrame:
-    """The kernels that take most device time over all ranks: name, kind, count,
-    total_s, mean_s, share (0..1).
-    """
-    spans = timeline.spans[timeline.spans["kind"].isin(BUSY_KINDS)]
-    groups = spans.groupby(["name", "kind"], observed=True)["dur_ns"]
-    table = groups.agg(count="count", total_s="sum", mean_s="mean").reset_index()
-    # names break ties, so that the same trace always gives the same table
-    order = {"by": ["total_s", "name"], "ascending": [False, True]}
-    table = table.sort_values(**order, ignore_index=True)
-    table["share"] = table["total_s"] / max(table["total_s"].sum(), 1)
-    table[["total_s", "mean_s"]] /= NS_PER_S
-    return with_origin(table.head(count), timeline)
-
-
 def _by_rank(spans):
     """Intervals of the spans of each rank."""
     times = _intervals(spans)

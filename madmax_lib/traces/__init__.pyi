@@ -3,7 +3,6 @@ from madmax_lib.calibration.job.another_plan import (
     another_plan as another_plan,
     case_of as case_of,
 )
-from madmax_lib.timeline.accounting import top_kernels as top_kernels
 from madmax_lib.traces import hta as hta
 from madmax_lib.traces.advise import advise as advise
 from madmax_lib.traces.comm.alignment import (

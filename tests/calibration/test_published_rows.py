@@ -271,7 +271,7 @@ def said(row):
         ({"source": "torchtitan", "recompute": "selective (every 2nd layer)"}, {"recompute": "full"}),
         ({"source": "torchtitan", "recompute": "selective (op)"}, {"recompute": "selective"}),
         ({"software": "megatron-core", "recompute": "selective: norm, act"}, {"recompute": "layernorm"}),
-        (MIXTURE | {"software": "megatron-core", "recompute": "selective: norm, act"}, {"recompute": "moe_act+layernorm"}),
+        (MIXTURE | {"software": "megatron-core", "recompute": "selective: norm, act"}, {"recompute": "layernorm+moe_act"}),
         # it cannot fit
         (LARGE | {"recompute": np.nan, "zero_stage": 3, "seq_len": 8192}, {"recompute": "full"}),
         # sharding: FSDP where the weights do not fit otherwise, else the distributed

@@ -10,7 +10,6 @@ from madmax_lib.timeline.accounting import (
     breakdown,
     breakdown_between,
     exposed_by_collective,
-    top_kernels,
 )
 
 MS = 1_000_000
@@ -144,20 +143,6 @@ def test_collectives_of_a_user_table_are_known():
         "generic",
         "send_recv",
     ]
-
-
-def test_top_kernels_share_and_order():
-    rows = [
-        (r, 7, "compute", name, 0, dur)
-        for r in (0, 1)
-        for name, dur in (("big", 30), ("small", 10))
-    ]
-    table = top_kernels(make_timeline(rows), 1)
-    assert len(table) == 1
-    assert table.loc[0, ["name", "kind", "count"]].tolist() == ["big", "compute", 2]
-    assert table.loc[0, ["total_s", "mean_s", "share"]].tolist() == pytest.approx(
-        [60e-9, 30e-9, 0.75]
-    )
 
 
 @pytest.fixture

@@ -120,12 +120,10 @@ def coverage_by_class(
 ) -> pd.DataFrame:
     """Rows, share inside and median half-width of `coverage`: dense, mixture and all."""
     rows = coverage(table, reference)
-    classes = class_of(table)
-    parts = {name: rows[classes == name] for name in ("dense", "mixture")}
-    parts["all"] = rows
-    values = {
-        name: (len(part), part["inside"].mean(), part["half_width"].median())
-        for name, part in parts.items()
-    }
-    columns = ["rows", "inside", "half_width"]
-    return pd.DataFrame.from_dict(values, orient="index", columns=columns)
+    classes = pd.concat([rows.assign(kind=class_of(table)), rows.assign(kind="all")])
+    counted = classes.groupby("kind").agg(
+        rows=("inside", "size"),
+        inside=("inside", "mean"),
+        half_width=("half_width", "median"),
+    )
+    return counted.reindex(["dense", "mixture", "all"]).fillna({"rows": 0})

@@ -143,15 +143,14 @@ def _add_host(forward, backward, blocks, prices):
     """Add launches on a CPU, which computes itself; on a GPU waits for a host that
     counts of tokens have stopped.
     """
-    launches_s = prices.launches_s(blocks)
-    repeated_s = prices.repeated_launches_s(blocks)
+    launches_s = prices.launches_s(blocks, "forward")
+    back_s = prices.launches_s(blocks, "backward", "recompute")
     stop_s = prices.stop_s(blocks)
     counts = sum(block.expert * block.again for block in blocks)
     on_host = prices.traits.on_host
-    # dgrad and wgrad launch once each
     ways = (
         (forward, launches_s, stop_s),
-        (backward, 2 * launches_s + repeated_s, (prices.repeats + counts) * stop_s),
+        (backward, back_s, (prices.repeats + counts) * stop_s),
     )
     for times, host_s, stopped_s in ways:
         behind_s = 0.0

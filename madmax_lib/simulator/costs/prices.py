@@ -242,23 +242,22 @@ class Prices(LinkPrices, Overlap):
         """
         return self.traits.mixture.constant(self.parameters, "moe_launch_s")
 
-    def launches_s(self, blocks: Sequence[Block]) -> Number:
-        """Seconds of the host for the kernels of a layer, forward; 0 for the ends of
-        the model.
+    def launches_s(self, blocks: Sequence[Block], *phases: str) -> Number:
+        """Seconds of the host for the kernels of a layer in phases (forward, backward,
+        recompute); 0 for the ends of the model.
         """
-        return sum(map(self._launches_s, blocks))
-
-    def repeated_launches_s(self, blocks: Sequence[Block]) -> Number:
-        """Seconds of those that the backward pass computes again."""
-        times = ((self.repeats + b.again) * self._launches_s(b) for b in blocks)
-        return sum(times)
-
-    def _launches_s(self, block):
-        names = [op.name for op in block.ops]
-        # attention and feed-forward part are half a layer each, and begin with a norm
-        halves = names.count("norm") / 2
-        seconds = halves * self.launch_s + ("router" in names) * self.routing_s
-        return block.recomputed * seconds
+        # dgrad and wgrad launch once each
+        passes = {"forward": 1, "backward": 2}
+        seconds = 0.0
+        for block in blocks:
+            names = [op.name for op in block.ops]
+            # attention and feed-forward part are half a layer each, and begin with a norm
+            halves = names.count("norm") / 2
+            once_s = halves * self.launch_s + ("router" in names) * self.routing_s
+            again = self.repeats + block.again
+            times = sum(passes.get(phase, again) for phase in phases)
+            seconds = seconds + block.recomputed * times * once_s
+        return seconds
 
     def stop_s(self, blocks: Sequence[Block]) -> Number:
         """Seconds from the counts of a mixture layer's tokens to its next kernel: two

@@ -62,7 +62,7 @@ class PassBuilder:
                 if block is unit[0]:
                     if block.recomputed:
                         self.sharding.keep(pass_, block, previous)
-                    after = self._launch(pass_, unit, "forward", after)
+                    after = self._launch(pass_, unit, after, "forward")
                 done = self._layer_block(unit, pass_, block, "forward", after)
                 if block.table:
                     exchanged = done  # the blocks beside do not wait for the lookup
@@ -82,7 +82,7 @@ class PassBuilder:
         for unit in units_of(blocks)[::-1]:
             if self.on_host:  # a CPU gathers before it issues
                 previous = [*previous, *gathered(unit[0], previous)]
-            previous = self._launch(pass_, unit, "backward", previous)
+            previous = self._launch(pass_, unit, previous, "backward", "recompute")
             if unit[0].recomputed:
                 previous = [*previous, *self.sharding.restore(pass_, unit[0])]
             for block in unit:
@@ -153,7 +153,7 @@ class PassBuilder:
         done = self._work(pass_, block, phase, after, seconds)
         launch_s = 0.0
         if block in exchanging:
-            launch_s = self._launches_s(layer, phase) / len(exchanging)
+            launch_s = float(prices.launches_s(layer, phase)) / len(exchanging)
         name = f"launch {block.name} {phase}"
         pass_.launches.append(pass_.op(Stream.LAUNCH, "cpu", name, launch_s, ()))
         return done
@@ -218,33 +218,19 @@ class PassBuilder:
             pass_.compute(name, scale * tail_s, [first], block.unit)
         return done
 
-    def _launch(
-        self,
-        pass_,
-        unit,
-        phase,
-        after,
-    ):
+    def _launch(self, pass_, unit, after, *phases):
         """The host issues a unit's kernels, ahead of the device if it can; on a CPU
         what follows waits for it.
         """
-        seconds = self._launches_s(unit, phase)
-        if phase == "backward":
-            seconds += self._launches_s(unit, "recompute")
+        seconds = float(self.prices.launches_s(unit, *phases))
         if not seconds:
             return after
-        name = f"launch {unit[0].unit} {phase}"
+        name = f"launch {unit[0].unit} {phases[0]}"
         if not self.prices.launches_ahead:
             return [*after, pass_.compute(name, seconds, after, unit[0].unit)]
         if not float(self.prices.stop_s(unit)):  # else block by block
             pass_.launches.append(pass_.op(Stream.LAUNCH, "cpu", name, seconds, ()))
         return after
-
-    def _launches_s(self, unit, phase):
-        if phase == "recompute":
-            return float(self.prices.repeated_launches_s(unit))
-        passes = 1 + (phase == "backward")  # dgrad and wgrad
-        return passes * float(self.prices.launches_s(unit))
 
     def _ring(self, pass_, block, phase, duration_s, after):
         """Attention in cp steps, the next keys and values on their way meanwhile, in

@@ -111,7 +111,11 @@ def layer_bytes(case: Case, word: str, software: Software) -> LayerBytes:
     # inputs of norms and of the first product of each block, with dropout masks
     norm = _NORM_BYTES * ("norm" in software.keeps and model.norm == "rms")
     entering = attends * operand + (len(blocks) - attends) * trained
-    hidden = (len(blocks) * (width + dropout) + entering) * h / shards
+    gathers = ("gathered" in software.keeps) | (
+        ("gathered-alone" in software.keeps) & (p.pp == 1)
+    )
+    entered = h / shards + gathers * h * (1 - 1 / shards)
+    hidden = len(blocks) * (width + dropout) * h / shards + entering * entered
     # Autocast leaves the sum of the residuals in fp32, which norms keep as it is; FSDP
     # casts parameters and computes in 16 bits throughout.
     autocast = (p.zero < 2) & (width == 2)
@@ -122,11 +126,6 @@ def layer_bytes(case: Case, word: str, software: Software) -> LayerBytes:
     again_cast = 2 * attends + (halves - 1) * blocks.count("-")
     again_cast = again_cast * autocast * ("casts" in software.keeps)
     hidden = hidden + again_cast * trained * h / shards
-    gathered = entering * h * (1 - 1 / shards)
-    gathers = ("gathered" in software.keeps) | (
-        ("gathered-alone" in software.keeps) & (p.pp == 1)
-    )
-    hidden = hidden + gathered * gathers
     # queries, keys, values and the input of the output projection
     copied = 1 + ("copies" in software.keeps)
     projections = (
@@ -138,8 +137,6 @@ def layer_bytes(case: Case, word: str, software: Software) -> LayerBytes:
     # what modules that are computed again do not keep
     in_attention = in_feed_forward = 0.0
     if any_nonzero(p.recomputes_modules):
-        # of a product's input
-        entered = h / shards + gathers * h * (1 - 1 / shards)
         latents = (latent - blocks.count("*") * model.rope_head_dim) / 2
         has_experts = blocks.has_experts
         in_attention = _repeated(
