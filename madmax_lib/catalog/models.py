@@ -472,13 +472,6 @@ class Transformer(LayerFormulas):
             terms["tower"] += self.images * (tower.forward_flops() + projected)
         return dict(terms)
 
-    @property
-    def image_tokens(self) -> float:
-        """Tokens of a sample that stand for its images."""
-        return (
-            self.images * self.tower.sequence / self.merged_patches if self.tower else 0
-        )
-
     def _add_block(self, terms, block, tokens, keys):
         """Add the FLOPs of a block for tokens that each attend to `keys`."""
         if model := self.attentions.get(block):

@@ -5,16 +5,16 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass, fields
 from numbers import Real
-from typing import TYPE_CHECKING
 
 import numpy as np
+import pandas as pd
 
 from madmax_lib.base.fields import short_repr
+from madmax_lib.catalog.data_files import table
 from madmax_lib.catalog.software import OVERLAPS, Software
 
-if TYPE_CHECKING:
-    import pandas as pd
-
+# parts of a layer that may be computed again alone, in the order of their text form
+MODULES = table("recompute_modules").set_index("module")
 _Ints = int | np.ndarray
 _Floats = float | np.ndarray
 Flags = bool | np.ndarray
@@ -163,6 +163,20 @@ class Plans:
             return f"dp x cp = {self.dp} x {self.cp}"
         return f"dp x cp x tp / etp = {self.dp} x {self.cp} x {self.tp} / {self.etp}"
 
+    def recomputes(self, *modules: str) -> Flags:
+        """Whether the plan names one of these modules as what to compute again."""
+        words = distinct(self.recompute)
+        # of few words: text is slow to compare
+        those = [word for word in words if {*modules} & {*word.split("+")}]
+        if len(those) in (0, len(words)):
+            return bool(those)
+        return np.isin(self.recompute, those)
+
+    @property
+    def recomputes_modules(self) -> Flags:
+        """Whether it names any module."""
+        return self.recomputes(*MODULES.index)
+
     def overlaps(self, degree: str, software: Software) -> Flags:
         """Whether communication of tp, ep or dp runs beside compute: as the plan says,
         else as the software does.
@@ -184,6 +198,12 @@ class Plans:
                 is_open = isinstance(value, float) and value != value  # NaN: None
                 parts[name] = None if is_open else value
         return Plans(**parts)
+
+
+def distinct(words: Texts) -> set[str]:
+    """The words of a column, or of one plan."""
+    # of a column of categories those alone, which are few
+    return {*map(str, np.ravel(getattr(words, "categories", words)).tolist())}
 
 
 def take_product(values, rows: np.ndarray, columns: np.ndarray):

@@ -38,6 +38,7 @@ _HABITS = {  # words of others, and what they are here
     "hsdp": "dpN.hsN.z3",
     "deepspeed": "dpN.z1 to dpN.z3",
 }
+_MODULES = "recompute-"  # before modules joined by +
 _CONSTANTS = {"True": True, "False": False, "inf": math.inf}
 _WORDS = {  # field and value of each word
     word: (name, _CONSTANTS.get(value, value))
@@ -60,8 +61,9 @@ class Plan(Plans):
     zero: states that data parallelism shards: 0 none (DDP), 1 optimizer, 2 and
         gradients, 3 and parameters (default 0).
     micro_batch: samples per device and micro-batch (default 1).
-    recompute: what the backward pass computes again: none, selective (attention's core)
-        or full (default none).
+    recompute: what the backward pass computes again: none, selective (attention's
+        core), full, or modules of Megatron-Core joined by +: core_attn, moe_act,
+        layernorm, mla_up_proj, mlp, moe, shared_experts (default none).
     sequence_parallel: tp also splits what lies between its products (default None: with
         tp > 1).
     interleave: model chunks per pipeline stage (default 1).
@@ -95,11 +97,11 @@ class Plan(Plans):
 
     Parts of the text form: dpN tpN ppN cpN epN etpN; zN zero, mbN micro_batch, vN
     interleave, hsN shard, pfN prefetch, capN capacity, firstN and lastN layers, loraN
-    rank, bucketN bytes, one-bucket; selective or full recompute; sp, nosp; gpipe, zb,
-    zbv, dualpipev; ulysses; unfused; qwz, hpz, qgz, zpp; overlap-gather,
-    reduce-fp32; embedding-layer, head-layer; overlap-tp, overlap-ep, overlap-dp,
-    no-overlap-tp, no-overlap-ep, no-overlap-dp; offload-optimizer, offload-all,
-    offload-chunks, offload-nvme.
+    rank, bucketN bytes, one-bucket; selective or full recompute, or of modules, as in
+    recompute-moe_act+mlp; sp, nosp; gpipe, zb, zbv, dualpipev; ulysses; unfused; qwz,
+    hpz, qgz, zpp; overlap-gather, reduce-fp32; embedding-layer, head-layer; overlap-tp,
+    overlap-ep, overlap-dp, no-overlap-tp, no-overlap-ep, no-overlap-dp;
+    offload-optimizer, offload-all, offload-chunks, offload-nvme.
 
     Raises ValueError naming the field, its value and the rule (`rules.ALONE`).
     See also: mm.search, mm.estimate, mm.RunSpec.
@@ -117,6 +119,10 @@ class Plan(Plans):
             if isinstance(value, np.generic):
                 object.__setattr__(self, name, value.item())
         enforce(ALONE, self, None)
+        if self.recomputes_modules:
+            modules = "+".join(sorted({*self.recompute.split("+")}))
+            modules = "selective" if modules == "core_attn" else modules
+            object.__setattr__(self, "recompute", modules)
         super().__post_init__()
 
     @classmethod
@@ -155,6 +161,8 @@ class Plan(Plans):
         if part in _WORDS:
             name, value = _WORDS[part]
             return {name: value}
+        if part.startswith(_MODULES):
+            return {"recompute": part.removeprefix(_MODULES)}
         match = re.fullmatch(r"([a-z_]+)=?([0-9]+)", part, re.ASCII)
         if match and match[1] in _TYPED:
             name = _TYPED[match[1]]
@@ -183,6 +191,8 @@ class Plan(Plans):
         for word, (name, value) in _WORDS.items():
             if getattr(self, name) == value != default[name]:
                 parts.append(word)
+        if self.recomputes_modules:
+            parts.append(f"{_MODULES}{self.recompute}")
         return ".".join(parts)
 
     def micro_batches(self, global_batch: int) -> int:

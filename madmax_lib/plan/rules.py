@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from madmax_lib.catalog.models import DLRM
+from madmax_lib.catalog.models import DLRM, Model
 from madmax_lib.plan.case import Case
+from madmax_lib.plan.columns import MODULES
 from madmax_lib.plan.rule import FIELDS, ZERO_PLUS, Rule, enforce
 from madmax_lib.plan.software_rules import SOFTWARE, STATED
 
@@ -234,6 +235,12 @@ def _kinds_rule(name, what, broken):
     )
 
 
+def lacking(model: Model) -> list[str]:
+    """Modules of recompute that a model does not have."""
+    needs = MODULES["needs"].items()
+    return [name for name, need in needs if not getattr(model, need)]
+
+
 _TRANSFORMER = (
     Rule(
         "a model needs tokens",
@@ -385,6 +392,14 @@ _TRANSFORMER = (
         "last_layers, got interleave={p.interleave}",
     ),
     *map(_of_layers, STAGES),
+    Rule(
+        "a model must have the modules that are recomputed",
+        lambda p, c: p.recomputes(*lacking(c.model)),
+        lambda p, c: (
+            f"recompute={p.recompute}, but {c.model.name} lacks "
+            f"{', '.join(lacking(c.model))}"
+        ),
+    ),
 )
 
 # of a DLRM, whose tables lie over all devices

@@ -121,6 +121,7 @@ _CHOICES: dict[str, tuple[Callable, str]] = {
         lambda p, c: (p.schedule == "zero-bubble") & (p.interleave > 1),
         "zero-bubble with interleave={p.interleave}",
     ),
+    "modules": (lambda p, c: p.recomputes_modules, "recompute={p.recompute}"),
     "rounded": (
         _is_not_counted_out,
         "pp x interleave = {p.pp} x {p.interleave} for so many layers",

@@ -21,7 +21,9 @@ from madmax_lib import catalog
 from madmax_lib.catalog.models import DLRM, Cluster, Device, Transformer
 from madmax_lib.catalog.software import OVERLAPS, Software
 from madmax_lib.plan.case import Case
+from madmax_lib.plan.columns import MODULES
 from madmax_lib.plan.plan import Plan
+from madmax_lib.plan.rules import lacking
 
 _VISION = re.compile(r"(vit|deit3?|beit)([-_]|\b)", re.I)
 _OTHERS = re.compile(
@@ -354,7 +356,7 @@ def habits_of(raw: dict, case: Case) -> dict:
     elements = _DEEPSPEED_BUCKET if software.engine else _BUCKET
     is_ddp = software.bucket_bytes > 0  # DDP has buckets of its own
     return overlaps | {
-        "recompute": recompute_of(recompute, software),
+        "recompute": recompute_of(recompute, case),
         "sequence_parallel": case.plan.tp > 1
         and (not is_old or "sequence" in recompute),
         "attention": "unfused" if is_unfused else "flash",
@@ -364,19 +366,25 @@ def habits_of(raw: dict, case: Case) -> dict:
     }
 
 
-def recompute_of(text: str, software: Software) -> str:
+def recompute_of(text: str, case: Case) -> str:
     """The recompute that a text states; not stated: full for software of 2021, none for
-    others. Half of the layers counts as all.
+    others. Half of the layers counts as all; modules of what the model lacks, not.
 
-    Of modules recomputed alone, those with attention's core are selective; norms,
-    activations and experts have no field and count as none.
+    Raises ValueError for another word.
     """
     if not text:
-        return "full" if software.legacy else "none"
+        return "full" if case.software.legacy else "none"
     if text.startswith("full") or "2nd" in text:  # every second layer
         return "full"
-    if not re.match("selective|none", text):
-        raise ValueError(f"recompute={text!r} is not one of none, selective, full")
-    modules = re.search(r"selective:(.*)", text)
-    repeats_core = "attn" in modules[1] if modules else "selective" in text
-    return "selective" if repeats_core else "none"
+    if re.match("(selective|none)(?!:)", text):
+        return "selective" if "selective" in text else "none"
+    words = re.findall(r"\w+", text.removeprefix("selective:"))
+    # by their ends: norm, act, attn, shared_expert
+    named = [{m for m in MODULES.index if m.endswith((w, f"{w}s"))} for w in words]
+    if not all(named):
+        raise ValueError(
+            f"recompute={text!r} is not one of none, selective, full, nor modules, of "
+            f"{', '.join(MODULES.index)}"
+        )
+    modules = set().union(*named).difference(lacking(case.model))
+    return "+".join(modules) or "none"

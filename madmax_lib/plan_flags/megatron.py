@@ -4,6 +4,7 @@ import math
 import re
 from itertools import product
 
+from madmax_lib.plan.columns import MODULES
 from madmax_lib.plan_flags.keys import Keys, is_known, rows_of
 from madmax_lib.plan_flags.text import Source
 
@@ -347,18 +348,15 @@ def _gradients(keys, replicas):
 
 
 def _recompute(keys):
-    granularity = keys.get("recompute-granularity", "")
-    short = keys.flag("recompute-activations")
-    # --recompute-activations is the short form of selective
-    if short and granularity not in ("", "selective"):
-        raise ValueError(
-            "--recompute-activations is selective, but "
-            f"--recompute-granularity={granularity}"
-        )
-    if granularity not in ("", "full", "selective"):
-        raise ValueError(
-            f"{keys.describe('recompute-granularity')} is not full or selective"
-        )
+    words = {word: word for word in ("none", "full", "selective")}
+    granularity = keys.word("recompute-granularity", words, "none")
+    # its short form
+    if keys.flag("recompute-activations"):
+        if granularity == "full":
+            raise ValueError(
+                "--recompute-activations is selective, but --recompute-granularity=full"
+            )
+        granularity = "selective"
     if granularity == "full":
         method = keys.get("recompute-method")
         if method is None:
@@ -372,12 +370,13 @@ def _recompute(keys):
                 f"{keys.describe(wrong)}: a plan recomputes every layer or none, each by "
                 "itself"
             )
-        return "full"
-    if not granularity and not short:
-        return "none"
-    modules = str(keys.get("recompute-modules", "core_attn"))
-    if modules.strip("[]") != "core_attn":
+    if granularity != "selective":
+        return granularity
+    # words of a command line, or a list of overrides or of YAML
+    modules = re.findall(r"\w+", str(keys.get("recompute-modules", "core_attn")))
+    if others := sorted({*modules} - {*MODULES.index}):
         raise ValueError(
-            f"--recompute-modules={modules}: a plan recomputes core_attn alone"
+            f"--recompute-modules: a plan does not recompute {', '.join(others)} alone, "
+            f"but {', '.join(MODULES.index)}"
         )
-    return "selective"
+    return "+".join(modules) or "none"

@@ -120,8 +120,12 @@ def _megatron_flags(plan, run):
     if plan.shard:
         flags["num-distributed-optimizer-instances"] = plan.dp * plan.cp // plan.shard
     is_full = plan.recompute == "full"
+    granularity = plan.recompute if plan.recompute != "none" else None
+    if plan.recomputes_modules:
+        granularity = "selective"
+        flags["recompute-modules"] = plan.recompute.split("+")
     flags |= {
-        "recompute-granularity": plan.recompute if plan.recompute != "none" else None,
+        "recompute-granularity": granularity,
         "recompute-method": "uniform" if is_full else None,
         "recompute-num-layers": 1 if is_full else None,
         "attention-backend": "unfused" if plan.attention == "unfused" else None,
@@ -175,7 +179,8 @@ def _torchrun(plan, run):
 
 
 def _words(flags):
-    return [f"--{k}" if v is True else f"--{k} {v}" for k, v in flags.items()]
+    words = {k: " ".join(v) if isinstance(v, list) else v for k, v in flags.items()}
+    return [f"--{k}" if v is True else f"--{k} {v}" for k, v in words.items()]
 
 
 # what a recipe of Bridge could have set otherwise

@@ -116,6 +116,9 @@ def _model_rules(plan, spec, settings):
         "overlap-gather and cap (dropped tokens) are simulated only, they do not run here": (
             plan.overlap_gather or plan.capacity
         ),
+        f"recompute={plan.recompute}: none, selective and full run here, modules do not": (
+            plan.recomputes_modules
+        ),
         "etp, lora and the overlaps of a plan do not run here (lora_rank is a setting)": (
             plan.etp or plan.lora_rank or overlaps
         ),

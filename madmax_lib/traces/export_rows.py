@@ -178,7 +178,7 @@ def _with_host_rows(table, steps, launches):
     device stream that has none.
     """
     table = table.copy()
-    windows = _windows(table, steps)
+    windows = _windows(table)
     added = [_step_rows(windows, steps)]
     if launches:
         correlation = table["correlation"].to_numpy().copy()
@@ -199,7 +199,7 @@ def _with_host_rows(table, steps, launches):
     return pd.concat([table, *added], ignore_index=True).drop(columns="lane")
 
 
-def _windows(table, steps):
+def _windows(table):
     """Start and end of each step on the host: from its first span to the first of the
     next, at least 1 us long.
     """

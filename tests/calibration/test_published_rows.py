@@ -270,7 +270,8 @@ def said(row):
         ({"source": "2205.05198", "recompute": "full"}, {"recompute": "full", "sequence_parallel": False}),
         ({"source": "torchtitan", "recompute": "selective (every 2nd layer)"}, {"recompute": "full"}),
         ({"source": "torchtitan", "recompute": "selective (op)"}, {"recompute": "selective"}),
-        ({"software": "megatron-core", "recompute": "selective: norm, act"}, {"recompute": "none"}),
+        ({"software": "megatron-core", "recompute": "selective: norm, act"}, {"recompute": "layernorm"}),
+        (MIXTURE | {"software": "megatron-core", "recompute": "selective: norm, act"}, {"recompute": "layernorm+moe_act"}),
         # it cannot fit
         (LARGE | {"recompute": np.nan, "zero_stage": 3, "seq_len": 8192}, {"recompute": "full"}),
         # sharding: FSDP where the weights do not fit otherwise, else the distributed

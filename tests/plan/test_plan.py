@@ -10,7 +10,7 @@ from madmax_lib.plan.plan import DEFAULTS, Plan
 VALUES = {
     "dp": range(1, 65), "tp": (1, 2, 4, 8, 16), "pp": range(2, 17), "cp": (1, 2, 8), "ep": (1, 2, 4), "etp": (0, 1, 2),
     "zero": (0, 1, 2, 3), "micro_batch": range(1, 9), "interleave": range(1, 9), "prefetch": (0, 1, 3),
-    "recompute": ("none", "selective", "full"), "sequence_parallel": (True, False, None), "shard": (0, 2, 4),
+    "recompute": ("none", "selective", "full", "mlp", "layernorm+moe_act"), "sequence_parallel": (True, False, None), "shard": (0, 2, 4),
     "schedule": ("gpipe", "1f1b", "zero-bubble"), "offload": (None, "optimizer", "all", "chunks", "nvme"),
     "context": ("ring", "ulysses"), "attention": ("flash", "unfused"), "embedding_as_layer": (True, False),
     "head_as_layer": (True, False), "first_layers": (0, 3, 7), "last_layers": (0, 2), "reduce_fp32": (True, False),
@@ -50,6 +50,7 @@ TEXTS = """
     dp16.z3.hs8 dp16.z3.qwz.hpz dp8.z1.overlap-gather dp1.pp4.first3.last2
     dp8.ep4.cap125 dp1.pp2.v2.last4 dp4.tp8.ep16.etp1 dp8.lora16 dp8.no-overlap-dp
     dp2.tp8.overlap-tp dp8.one-bucket dp8.bucket160000000
+    dp8.tp2.recompute-layernorm+moe_act
 """
 
 

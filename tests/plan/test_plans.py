@@ -34,7 +34,7 @@ SHAPES = [(1, 1), (1, 2), (1, 3), (1, 4), (1, 6), (1, 8), (2, 8), (3, 4)]
 GROUPS, PLANS = 50, 40  # of a model, cluster and batch each
 DEGREES = list(Degrees._fields)
 OTHER_FIELDS = {"ep": (2, 3, 4, 8), "zero": (1, 2, 3, 4), "micro_batch": (2, 3, 0), "interleave": (2, 3),
-                "schedule": ("gpipe", "zero-bubble", "none"), "recompute": ("full", "selective"),
+                "schedule": ("gpipe", "zero-bubble", "none"), "recompute": ("full", "selective", "mlp+moe"),
                 "sequence_parallel": (False, True), "context": ("ulysses",), "shard": (2, 4, -1), "qwz": (True,),
                 "overlap_gather": (True,), "first_layers": (1, 2), "last_layers": (1, 3),
                 "embedding_as_layer": (True,), "head_as_layer": (True,), "capacity": (1.25, -1.0),
@@ -359,6 +359,7 @@ def test_names_and_text_stand_for_what_they_name(door):
     overlap_dp | (True, False)
     capacity | (0.0, 1.25)
     recompute | ("none", "full")
+    recompute | ("none", "layernorm+moe")
     lora_rank | (0, 16)
     cp | (1, 4)
     """),

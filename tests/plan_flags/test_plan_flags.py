@@ -135,7 +135,7 @@ def test_files_state_what_their_frameworks_would_run():
 
 CHOICES = {  # what a search tries, and what else a pipeline's ends may be
     "pp": (1, 1, 2, 4, 8), "tp": (1, 2, 4), "cp": (1, 1, 2, 4), "ep": (1, 1, 2, 4, 8), "etp": (0, 0, 1),
-    "zero": (0, 1, 2, 3), "micro_batch": (1, 2, 4), "recompute": ("none", "selective", "full"),
+    "zero": (0, 1, 2, 3), "micro_batch": (1, 2, 4), "recompute": ("none", "selective", "full", "layernorm+moe_act"),
     "interleave": (1, 1, 2, 3, 4), "schedule": ("1f1b", "gpipe", "zero-bubble"), "context": ("ring", "ulysses"),
     "shard": (0, 0, 2, 4, 8), "overlap_gather": (False, True), "reduce_fp32": (False, True), "prefetch": (0, 1),
     "sequence_parallel": (False, True), "attention": ("flash", "unfused"), "first_layers": (0, 0, 0, 1, 2, 3),

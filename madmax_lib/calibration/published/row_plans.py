@@ -137,7 +137,7 @@ def _own_plan(raw, case):
     values = {field: value for field, value in stated.items() if value is not None}
     values |= {name: bool(values[name]) for name in OVERLAPS if name in values}
     if recompute := text_of(raw, "recompute").lower():
-        values["recompute"] = recompute_of(recompute, case.software)
+        values["recompute"] = recompute_of(recompute, case)
     model_parallel = math.prod(values.get(name, 1) for name in _DEGREES)
     return Plan(dp=case.cluster.world_size // model_parallel, **values)
 

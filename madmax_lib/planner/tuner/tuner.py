@@ -32,7 +32,6 @@ from madmax_lib.simulator.rates.parameters import constants_of
 _TOP = 500  # plans of a search to choose from
 # log of room over need, of a plan whose states leave the device until it fits
 _ROOMY = 0.5
-_RECOMPUTES = ("none", "selective", "full")
 _LEAST_S = 1e-300  # a time above 0
 _CHOICE = 3.0  # doublings of a degree that change as much as another choice
 
@@ -358,7 +357,7 @@ def _features(case, columns):
             "tp": columns["tp"] > 1,
         }
     )
-    choices["recompute"] = columns["recompute"].map(_RECOMPUTES.index)
+    choices["recompute"] = columns["recompute"].map({"none": 0, "full": 2}).fillna(1)
     choices["sequence_parallel"] = columns["sequence_parallel"] & (columns["tp"] > 1)
     choices["offload"] = columns["offload"].notna()
     choices["schedule"] = columns["schedule"] == "1f1b"

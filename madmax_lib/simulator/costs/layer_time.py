@@ -6,6 +6,7 @@ as software can (`overlap`); what is left shows, and so do exchanges of tokens, 
 values. Traffic of weights and gradients is not in here (`traffic`).
 """
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -51,11 +52,13 @@ def layer_time(blocks: Sequence[Block], prices: Prices) -> LayerTime:
     backward = dict.fromkeys(LAYER_PARTS, 0.0)
     priced = [prices.block_s(block) for block in blocks]
     waits = [_collectives_s((*block.before, *block.after), prices) for block in blocks]
-    computed, weight_s = _computed(priced, waits, prices)
+    # full recompute repeats collectives too, and so do whole modules
+    repeats = [prices.repeats + block.again for block in blocks]
+    computed, weight_s = _computed(priced, waits, repeats, prices)
     if any(block.name.startswith("core") for block in blocks):
         _rejoin_attention(blocks, waits, computed, prices)
-    for block, seconds, waits_s, time in zip(
-        blocks, priced, waits, computed, strict=True
+    for block, seconds, waits_s, time, repeated in zip(
+        blocks, priced, waits, computed, repeats, strict=True
     ):
         back_waits_s = waits_s
         if block.reverse:
@@ -65,9 +68,8 @@ def layer_time(blocks: Sequence[Block], prices: Prices) -> LayerTime:
             add(backward, seconds[phase])
         add(forward, _exposed(waits_s, prices, time.forward_s))
         add(backward, _exposed(back_waits_s, prices, time.backward_s))
-        if any_nonzero(prices.repeats):  # full recompute repeats collectives too
-            again = _exposed(waits_s, prices, time.recompute_s)
-            add(backward, again, prices.repeats)
+        if any_nonzero(repeated):
+            add(backward, _exposed(waits_s, prices, time.recompute_s), repeated)
         if any_nonzero(block.ring_bytes):
             again_s = time.recompute_s
             repeated_s = np.where(again_s > 0, _ring_s(block, prices, again_s), 0.0)
@@ -94,7 +96,7 @@ def _rejoin_attention(blocks, waits, computed, prices):
         computed[into] = _BlockTime(*(a_s + is_one * b_s for a_s, b_s in pairs))
 
 
-def _computed(priced, waits, prices):
+def _computed(priced, waits, repeats, prices):
     """Compute of each block beside which its collectives run, and wgrad of the layer."""
     times = []
     weight_s = 0.0
@@ -108,8 +110,9 @@ def _computed(priced, waits, prices):
         return times, weight_s
     share = prices.expert_share
     exchanges_s = [share * waits_s.get("ep", 0.0) for waits_s in waits]
-    phases = zip(*times, strict=True)
-    lent = [with_spare_compute(phase, exchanges_s) for phase in phases]
+    repeated_s = [*map(operator.mul, repeats, exchanges_s)]
+    beside_s = exchanges_s, repeated_s, exchanges_s
+    lent = map(with_spare_compute, zip(*times, strict=True), beside_s)
     return [_BlockTime(*phases_s) for phases_s in zip(*lent, strict=True)], weight_s
 
 
@@ -140,13 +143,14 @@ def _add_host(forward, backward, blocks, prices):
     """Add launches on a CPU, which computes itself; on a GPU waits for a host that
     counts of tokens have stopped.
     """
-    launches_s = prices.launches_s(blocks)
+    launches_s = prices.launches_s(blocks, "forward")
+    back_s = prices.launches_s(blocks, "backward", "recompute")
     stop_s = prices.stop_s(blocks)
+    counts = sum(block.expert * block.again for block in blocks)
     on_host = prices.traits.on_host
-    # dgrad and wgrad launch once each, recompute once more
     ways = (
         (forward, launches_s, stop_s),
-        (backward, (2 + prices.repeats) * launches_s, prices.repeats * stop_s),
+        (backward, back_s, (prices.repeats + counts) * stop_s),
     )
     for times, host_s, stopped_s in ways:
         behind_s = 0.0

@@ -158,7 +158,7 @@ class Prices(LinkPrices, Overlap):
                 # 0 attention's scores
                 scores = op.core * (gemm_share == 0)
                 again = selective * (gemm_share if cause == "gemm_s" else scores)
-                repeated_s = (self.repeats + again) * seconds
+                repeated_s = (self.repeats + again + op.again) * seconds
                 add(result["recompute"], {cause: repeated_s})
             if phase == "weight":
                 seconds = seconds * self.trained
@@ -172,8 +172,16 @@ class Prices(LinkPrices, Overlap):
 
     @cached_property
     def repeats(self) -> Number:
-        """1 where the backward pass repeats the forward one, with its collectives."""
+        """1 where the backward pass repeats all of the forward one, with its
+        collectives.
+        """
         return (self.plan.recompute == "full") + 0.0
+
+    @cached_property
+    def repeats_feed_forward(self) -> tuple[Number, Number]:
+        """1 where it repeats that of dense layers, and of mixtures, alone."""
+        repeats = self.plan.recomputes
+        return 1.0 * repeats("mlp"), 1.0 * repeats("moe")
 
     @cached_property
     def trained(self) -> Number:
@@ -234,16 +242,22 @@ class Prices(LinkPrices, Overlap):
         """
         return self.traits.mixture.constant(self.parameters, "moe_launch_s")
 
-    def launches_s(self, blocks: Sequence[Block]) -> Number:
-        """Seconds of the host for the kernels of a layer, forward; 0 for the ends of
-        the model.
+    def launches_s(self, blocks: Sequence[Block], *phases: str) -> Number:
+        """Seconds of the host for the kernels of a layer in phases (forward, backward,
+        recompute); 0 for the ends of the model.
         """
-        ops = [op for block in blocks for op in block.ops]
-        has_experts = any(op.experts for op in ops)
-        # attention and feed-forward part are half a layer each, and begin with a norm
-        halves = sum(op.name == "norm" for op in ops) / 2
-        seconds = halves * self.launch_s + has_experts * self.routing_s
-        return blocks[0].recomputed * seconds
+        # dgrad and wgrad launch once each
+        passes = {"forward": 1, "backward": 2}
+        seconds = 0.0
+        for block in blocks:
+            names = [op.name for op in block.ops]
+            # attention and feed-forward part are half a layer each, and begin with a norm
+            halves = names.count("norm") / 2
+            once_s = halves * self.launch_s + ("router" in names) * self.routing_s
+            again = self.repeats + block.again
+            times = sum(passes.get(phase, again) for phase in phases)
+            seconds = seconds + block.recomputed * times * once_s
+        return seconds
 
     def stop_s(self, blocks: Sequence[Block]) -> Number:
         """Seconds from the counts of a mixture layer's tokens to its next kernel: two

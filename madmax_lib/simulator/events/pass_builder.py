@@ -62,7 +62,7 @@ class PassBuilder:
                 if block is unit[0]:
                     if block.recomputed:
                         self.sharding.keep(pass_, block, previous)
-                    after = self._launch(pass_, unit, "forward", 1, after)
+                    after = self._launch(pass_, unit, after, "forward")
                 done = self._layer_block(unit, pass_, block, "forward", after)
                 if block.table:
                     exchanged = done  # the blocks beside do not wait for the lookup
@@ -79,11 +79,10 @@ class PassBuilder:
         table = next((block for block in blocks if block.table), None)
         previous = self._switch(pass_, blocks[-1:], gathered)
         exchanged = []
-        launches = 2 + float(self.prices.repeats)  # dgrad, wgrad, recompute
         for unit in units_of(blocks)[::-1]:
             if self.on_host:  # a CPU gathers before it issues
                 previous = [*previous, *gathered(unit[0], previous)]
-            previous = self._launch(pass_, unit, "backward", launches, previous)
+            previous = self._launch(pass_, unit, previous, "backward", "recompute")
             if unit[0].recomputed:
                 previous = [*previous, *self.sharding.restore(pass_, unit[0])]
             for block in unit:
@@ -146,14 +145,15 @@ class PassBuilder:
         stop_s = float(prices.stop_s(layer))
         if not stop_s:
             return self._work(pass_, block, phase, after, seconds)
-        if block.expert and phase != "backward":
+        exchanging = [part for part in layer if self._exchanges(part, phase)]
+        if block.expert and phase != "backward" and block in exchanging:
             name = f"counts {block.unit} {phase}"
             counts = pass_.op(Stream.LAUNCH, "cpu", name, stop_s, [pass_.computed])
             pass_.launches.append(counts)
         done = self._work(pass_, block, phase, after, seconds)
-        passes = {"forward": 1.0, "recompute": float(prices.repeats), "backward": 2.0}
-        share = passes[phase] / len(layer)
-        launch_s = float(prices.launches_s(layer)) * share
+        launch_s = 0.0
+        if block in exchanging:
+            launch_s = float(prices.launches_s(layer, phase)) / len(exchanging)
         name = f"launch {block.name} {phase}"
         pass_.launches.append(pass_.op(Stream.LAUNCH, "cpu", name, launch_s, ()))
         return done
@@ -167,16 +167,20 @@ class PassBuilder:
             times[phase] + with_weights * times["weight"]
             for times in map(self._block_s, layer)
         ]
-        # selective recompute repeats no exchange
-        repeats = phase != "recompute" or self.plan.recompute == "full"
-        if not (repeats and self.prices.expert_share):
+        if not self.prices.expert_share:
             return seconds
         exchanges_s = []
         for block in layer:
-            comms = (*block.before, *block.after)
+            comms = (*block.before, *block.after) * self._exchanges(block, phase)
             exchanges = [comm for comm in comms if comm.group == "ep"]
             exchanges_s.append(self._hidden_s(exchanges))
         return [float(part) for part in with_spare_compute(seconds, exchanges_s)]
+
+    def _exchanges(self, block, phase):
+        """Whether a phase of a block has collectives: recompute of its scores, or other
+        ops alone, has none.
+        """
+        return phase != "recompute" or bool(self.prices.repeats + block.again)
 
     def _work(self, pass_, block, phase, after, duration_s):
         """One block: collectives, compute, collectives. Returns what the next block
@@ -190,8 +194,8 @@ class PassBuilder:
         if phase == "backward":
             before, after_block = block.back
             before = () if block.table else before
-        elif phase == "recompute" and self.plan.recompute == "selective":
-            before = after_block = ()  # the scores alone
+        elif not self._exchanges(block, phase):
+            before = after_block = ()
         name = f"{block.name} {phase}"
         after = [*after, *pass_.launches[-1:]]
         if block.ring_bytes and self.plan.cp > 1:
@@ -214,21 +218,14 @@ class PassBuilder:
             pass_.compute(name, scale * tail_s, [first], block.unit)
         return done
 
-    def _launch(
-        self,
-        pass_,
-        unit,
-        phase,
-        passes,
-        after,
-    ):
+    def _launch(self, pass_, unit, after, *phases):
         """The host issues a unit's kernels, ahead of the device if it can; on a CPU
         what follows waits for it.
         """
-        seconds = float(self.prices.launches_s(unit)) * passes
+        seconds = float(self.prices.launches_s(unit, *phases))
         if not seconds:
             return after
-        name = f"launch {unit[0].unit} {phase}"
+        name = f"launch {unit[0].unit} {phases[0]}"
         if not self.prices.launches_ahead:
             return [*after, pass_.compute(name, seconds, after, unit[0].unit)]
         if not float(self.prices.stop_s(unit)):  # else block by block

@@ -77,6 +77,8 @@ class Op:
     input_grad: bool = True  # False where nothing before needs one
     core: bool = False  # attention scores, which selective recompute repeats
     experts: bool = False  # of a mixture: one kernel for all of them
+    # 1 where the plan names a module of it to compute again
+    again: float | np.ndarray = 0.0
     # operands are those of heads and attention, not those of the other products
     wide: bool = False
 
@@ -122,6 +124,8 @@ class Block:
     # its parameters are laid over the experts' data-parallel group
     expert: bool = False
     recomputed: bool = False  # by full recompute
+    # 1 where a module that the plan recomputes is all of it, with its collectives
+    again: float | np.ndarray = 0.0
     table: bool = False  # looked-up rows whose exchange only later blocks wait for
     overlaps_table: bool = False  # is computed while those rows are exchanged
 

@@ -17,6 +17,7 @@ from madmax_lib.catalog.blocks import WINDOWED, BlockKind, Blocks
 from madmax_lib.plan import Case
 from madmax_lib.simulator.layers.cuts import cut_model
 from madmax_lib.simulator.layers.mixers import cross_attention, mixer_blocks
+from madmax_lib.simulator.layers.modules import with_repeats
 from madmax_lib.simulator.layers.moe import dlrm_blocks, mixture_blocks
 from madmax_lib.simulator.layers.ops import (
     Block,
@@ -111,7 +112,7 @@ def layer_blocks(
             blocks += mixture_blocks(work, number, exchanged=exchanged)
         else:
             blocks.append(_feed_forward(work, number))
-    return blocks
+    return with_repeats(blocks, work)
 
 
 def embedding_block(work: Work) -> Block:

@@ -18,6 +18,7 @@ from madmax_lib.catalog.blocks import BlockKind, Blocks
 from madmax_lib.catalog.mixers import mixer_elements
 from madmax_lib.plan import Case
 from madmax_lib.simulator.layers.ops import BYTES
+from madmax_lib.simulator.layers.work import any_nonzero
 from madmax_lib.simulator.memory.states import width_of
 
 # a dropout mask holds one byte per element [arXiv 2205.05198, section 4.1]
@@ -88,11 +89,11 @@ def layer_bytes(case: Case, word: str, software: Software) -> LayerBytes:
     # the first product of a gated part is twice as wide
     halves = 2 if model.gated else 1
     qkv, latent, values = _attention_widths(model, blocks)
-    shared = blocks.count("-") * model.ffn
+    dense = shared = blocks.count("-") * model.ffn
     inner = routed = router = 0
     if blocks.has_experts:
         inner = model.active_experts * model.expert_ffn
-        shared += model.shared_experts * model.expert_ffn
+        shared = dense + model.shared_experts * model.expert_ffn
         routed = model.active_experts * model.expert_inputs
         router = _ROUTER_BYTES * model.experts
     load = np.where(p.capacity > 0, p.capacity, p.busiest(case.imbalance, model))
@@ -108,16 +109,20 @@ def layer_bytes(case: Case, word: str, software: Software) -> LayerBytes:
     # experts that tp splits see the tokens of all tp
     copies = width * routed / tp + trained * routed / p.expert_spread
     gate = (halves - 1) * width * ("gate" in software.keeps)
-    feed_forward = (width * halves + gate + trained) * inner / tp
-    feed_forward = feed_forward + copies + router / shards
+    channel = width * halves + gate + trained
+    feed_forward = channel * inner / tp + copies + router / shards
     # inputs of norms and of the first product of each block, with dropout masks
     norm = _NORM_BYTES * ("norm" in software.keeps and model.norm == "rms")
     norms = len(blocks) - model.shared_norm
     entering = attends * operand + (norms - attends) * trained
+    gathers = ("gathered" in software.keeps) | (
+        ("gathered-alone" in software.keeps) & (p.pp == 1)
+    )
+    entered = h / shards + gathers * h * (1 - 1 / shards)
     # all streams enter a block, and the one that they become its norm
     streams = model.streams
-    entered = width * (streams + (streams > 1))
-    hidden = (norms * (entered + dropout) + entering) * h / shards
+    stream_bytes = width * (streams + (streams > 1))
+    hidden = norms * (stream_bytes + dropout) * h / shards + entering * entered
     # Autocast leaves the sum of the residuals in fp32, which norms keep as it is; FSDP
     # casts parameters and computes in 16 bits throughout.
     autocast = (p.zero < 2) & (width == 2)
@@ -128,11 +133,6 @@ def layer_bytes(case: Case, word: str, software: Software) -> LayerBytes:
     again_cast = 2 * attends + (halves - 1) * blocks.count("-")
     again_cast = again_cast * autocast * ("casts" in software.keeps)
     hidden = hidden + again_cast * trained * h / shards
-    gathered = entering * h * (1 - 1 / shards)
-    gathers = ("gathered" in software.keeps) | (
-        ("gathered-alone" in software.keeps) & (p.pp == 1)
-    )
-    hidden = hidden + gathered * gathers
     # queries, keys, values and the input of the output projection
     copied = 1 + ("copies" in software.keeps)
     projections = (
@@ -141,6 +141,32 @@ def layer_bytes(case: Case, word: str, software: Software) -> LayerBytes:
     projections = projections + width * latent / shards
     stored = tokens * hidden + tokens * projections
     stored = stored + tokens * core + tokens * feed_forward
+    # what modules that are computed again do not keep
+    in_attention = in_feed_forward = 0.0
+    if any_nonzero(p.recomputes_modules):
+        latents = (latent - blocks.count("*") * model.rope_head_dim) / 2
+        has_experts = blocks.has_experts
+        in_attention = _repeated(
+            p,
+            core_attn=core,
+            mla_up_proj=width * (copied * qkv / tp + latents / shards),
+            layernorm=(latent > 0) * operand * entered,
+        )
+        mlp = channel * dense / tp
+        mixture = feed_forward - mlp
+        experts = _repeated(
+            p,
+            moe=mixture,
+            shared_experts=channel * (shared - dense) / tp,
+            moe_act=has_experts * (gate + trained) * (inner - shared) / tp,
+        )
+        # all of the mixture contains its parts
+        in_feed_forward = np.minimum(experts, mixture) + _repeated(
+            p,
+            layernorm=has_experts * trained * entered,
+            mlp=mlp + blocks.count("-") * trained * entered,
+        )
+    modules = tokens * (in_attention + in_feed_forward)
     selective = stored - tokens * core
     if software.selective_products > 0:
         # torch keeps input, attention's output and every second matrix product
@@ -150,9 +176,11 @@ def layer_bytes(case: Case, word: str, software: Software) -> LayerBytes:
     after_recompute = np.select(
         [p.recompute == "full", p.recompute == "selective"],
         [tokens * (width + wider) * streams * h / shards, selective],
-        stored,
+        stored - modules,
     )
-    again = np.where(p.recompute == "none", 0.0, stored - after_recompute)
+    # attention is computed again when the other half is done with
+    again = stored - after_recompute
+    again = again - tokens * np.minimum(in_attention, in_feed_forward)
     # gradients on their way through the largest block, and of its input and result
     passing = np.maximum((halves + 1) * inner / tp, np.where(flash, 0, 2 * scores))
     passing = np.maximum(passing, (mixed + mixer) / tp) + routed / tp
@@ -162,6 +190,11 @@ def layer_bytes(case: Case, word: str, software: Software) -> LayerBytes:
         at_work=again + tokens * width * (passing + 2 * streams * h),
         shards=shards,
     )
+
+
+def _repeated(plans, **parts):
+    """Sum of the parts of modules that plans compute again, by module."""
+    return sum(plans.recomputes(module) * part for module, part in parts.items())
 
 
 def _attention_widths(model, blocks):

@@ -197,7 +197,6 @@ def _first_stage(stages, last_stages, usual, last):
     wgrad_s = last.layer.time.weight_s
     # copies are reduced beside what compute waits for, too
     last_backward_s = last_stages.first_backward_s + last_stages.stalls_s
-    issued_s = _issued_s(layers, stages.three[0].moe_layers, prices)
     return PassesOfStage(
         layers=layers,
         layer=usual.layer.count,
@@ -210,15 +209,22 @@ def _first_stage(stages, last_stages, usual, last):
         last_backward_s=np.where(split, layers * wgrad_s, last_backward_s),
         layer_s=np.where(split, wgrad_s, last.layer.passes_s[1]),
         head_s=np.where(single, last.head.passes_s[1], 0.0),
-        launched_s=(2 + prices.repeats) * issued_s,
+        launched_s=_issued_s(stages.three[0], prices, 2),
     )
 
 
-def _issued_s(layers, moe_layers, prices):
-    """Seconds of a host that is not the device for a forward pass of so many layers."""
-    halves = prices.steps.shape.halves
-    seconds = layers * halves * prices.launch_s + moe_layers * prices.routing_s
-    return prices.launches_ahead * seconds
+def _issued_s(stage, prices, passes):
+    """Seconds of a host that is not the device for so many passes of a stage, and what
+    is computed again.
+    """
+    mixtures = stage.moe_layers
+    routing_s = mixtures * prices.routing_s
+    mlp, moe = prices.repeats_feed_forward
+    repeated = mlp * (stage.layers - mixtures) + moe * mixtures
+    again_s = repeated * prices.launch_s / 2 + moe * routing_s
+    layers = stage.layers * prices.steps.shape.halves
+    seconds = layers * prices.launch_s + routing_s
+    return prices.launches_ahead * ((passes + prices.repeats) * seconds + again_s)
 
 
 def _host_s(steps, stages, last_stages, prices):
@@ -232,12 +238,11 @@ def _host_s(steps, stages, last_stages, prices):
         wgrad_s = stages.three[0].layers * last_stages.passes.wgrad_s
         chain_s = chain_s - split * wgrad_s
     count = steps.micro_batches
-    passes = 3 + prices.repeats  # forward, dgrad, wgrad, recompute
     return reduce(
         np.maximum,
         (
-            count * passes * _issued_s(stage.layers, stage.moe_layers, prices)
-            + stage.upstream * chain_s
+            # forward, dgrad, wgrad
+            count * _issued_s(stage, prices, 3) + stage.upstream * chain_s
             for stage in stages.three
         ),
     )
