@@ -56,6 +56,7 @@ class Case:
     jitter: mean delay of a rank behind the fastest one over the time that it computes,
         `measured` as for imbalance; delays are exponential and last for the step
         (default 0: the fitted rates are those of ranks that wait).
+    optimizer: a name of `data/optimizers.csv` (default adam).
     """
 
     model: Model | str
@@ -67,6 +68,7 @@ class Case:
     software: Software | str | None = None
     imbalance: float | str = 1.0
     jitter: float | str = 0.0
+    optimizer: str = "adam"
 
     def __post_init__(self):
         put = partial(object.__setattr__, self)  # the fields of a frozen class
@@ -89,6 +91,10 @@ class Case:
         else:
             put("sequence", require_int("sequence", self.sequence, 1 if usual else 0))
         put("dtype", dtype_named(self.dtype))
+        optimizers = catalog.table("optimizers")["optimizer"].tolist()
+        if self.optimizer not in optimizers:
+            names = ", ".join(optimizers)
+            raise ValueError(f"optimizer={self.optimizer!r} is not one of {names}")
         software = self.software
         if software is None and self.cluster and self.cluster.device.family == "cpu":
             software = "workbench"

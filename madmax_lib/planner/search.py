@@ -55,6 +55,7 @@ def search(
     parameters: Parameters | None = None,
     imbalance: float | str = 1.0,
     jitter: float | str = 0.0,
+    optimizer: str = "adam",
     usd_per_hour: float | None = None,
     shard: int = 0,
     shards: int = 1,
@@ -74,7 +75,7 @@ def search(
     `beats` says which are faster, by how much, how surely and why. The space is then of
     usual choices if None, the software that of the configuration. A recipe was run: if
     by our count it does not fit, neither need what beats it, and what fits is listed too.
-    imbalance: of experts, as in `Case`.
+    imbalance, optimizer: of experts, and what updates the weights, as in `Case`.
     client: an executor that takes shards of the space: anything with `submit`, such as
     a ProcessPoolExecutor, mpi4py.futures or a dask client. shard of shards: this part
     only, for job arrays; it may hold no plan that fits. Interrupting returns the best
@@ -95,7 +96,7 @@ def search(
         cluster,
         Plan(),
         global_batch,
-        *(sequence, dtype, software, imbalance, jitter),
+        *(sequence, dtype, software, imbalance, jitter, optimizer),
     )
     check_case(case)
     if like is not None:

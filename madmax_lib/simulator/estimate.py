@@ -49,6 +49,7 @@ def estimate(
     parameters: Parameters | None = None,
     imbalance: float | str = 1.0,
     jitter: float | str = 0.0,
+    optimizer: str = "adam",
     policy=None,
     fits: bool | None = None,
 ) -> pd.DataFrame:
@@ -60,7 +61,8 @@ def estimate(
     or one of your own; that of the parameters or any if None. parameters: the shipped
     fit if None, or that of the `machine.json` that cluster names; `Parameters()` is the
     ideal machine.
-    imbalance, jitter: how uneven experts and ranks are, as in `Case`.
+    imbalance, jitter, optimizer: how uneven experts and ranks are, and what updates the
+    weights, as in `Case`.
     Columns: step_s, low_s and high_s (90 % interval, NaN for parameters that know
     none), the parts named in `step_time.PARTS` (exposed seconds, their sum is step_s),
     mfu (dense model FLOPs over the peak of dtype), tokens_per_s, memory_bytes (peak of
@@ -83,7 +85,8 @@ def estimate(
     plan, index = plans_of(plan_or_table)
     is_table = index is not None
     parameters = constants_of(cluster, parameters)
-    step = (sequence, dtype, software_of(software, parameters), imbalance, jitter)
+    software = software_of(software, parameters)
+    step = (sequence, dtype, software, imbalance, jitter, optimizer)
     case = Case.of_step(model, cluster, plan, global_batch, *step)
     if isinstance(case.model, DLRM):
         raise ValueError(

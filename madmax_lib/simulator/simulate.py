@@ -51,6 +51,7 @@ def simulate(
     parameters: Parameters | None = None,
     imbalance: float | str = 1.0,
     jitter: float | str = 0.0,
+    optimizer: str = "adam",
     seed: int = 0,
     collectives: pd.DataFrame | None = None,
     policy=None,
@@ -62,8 +63,9 @@ def simulate(
     if None. software: that trains, a name of `data/software.csv` or one of your own;
     that of the parameters or any if None. parameters: constants, the shipped fit if
     None; `Parameters()` is the ideal machine (recommendation models: the data sheet, or
-    the shares of it that parameters name). imbalance, jitter: how uneven experts and
-    ranks are, as in `Case`; seed: of the delays drawn.
+    the shares of it that parameters name). imbalance, jitter, optimizer: how uneven
+    experts and ranks are, and what updates the weights, as in `Case`; seed: of the delays
+    drawn.
     collectives: measured seconds that replace the formulas, and those of parameters, as
     in `MeasuredCollectives`.
     policy: how states leave the device under offload, a `Policy`; the share that makes
@@ -89,6 +91,7 @@ def simulate(
         software_of(software, parameters),
         imbalance,
         jitter,
+        optimizer,
     )
     case = Case.of_step(model, cluster, *step)
     seed = require_int("seed", seed)

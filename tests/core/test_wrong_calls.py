@@ -159,6 +159,7 @@ CALLS = cells(
     mm.Plan(reduce_fp32=X) | 2 | reduce_fp32= & is not one of
     mm.Plan(attention=X) | dict() | attention= & is not one of
     held(optimizer=X) | ["adam"] | optimizer= & is not one of
+    step(optimizer=X) | "lamb"; None | optimizer= & is not one of
     mm.Plan(bucket_bytes=X) | None; -1; "25" | bucket_bytes= & must be
     mm.Plan(capacity=X) | NAN; "all" | capacity= & must be
     mm.cluster(CLUSTER, X) | 2.5; 0; -1; "2"; [2]; NAN; INF | dgx-a100: nodes=

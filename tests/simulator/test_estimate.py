@@ -226,6 +226,32 @@ def test_engine_and_closed_form_update_the_same_parameters():
         assert closed_s == pytest.approx(np.mean(updates), rel=2e-3), str(case)
 
 
+@pytest.mark.parametrize("owners", [1, 8])
+def test_muon_adds_the_products_that_make_updates_orthogonal(owners):
+    """Of GPT-2's twelve layers, by hand; without ZeRO every device repeats them."""
+    h = 768
+    qkv_s, square, wide = 4 * h * h * 3 * h + 2 * h**3, 6 * h**3, 18 * h**3
+    flops = 12 * 5 * (qkv_s + square + 2 * wide)
+    run = {"global_batch": 64, "parameters": Parameters()}
+    plan = "dp8.z1" if owners > 1 else "dp8"
+    rows = {
+        name: mm.estimate("gpt2", "dgx-a100", plan, optimizer=name, **run).iloc[0]
+        for name in ("adam", "muon")
+    }
+    peak = mm.cluster("dgx-a100").device.peak("bf16")
+    added_s = rows["muon"].optimizer_s - rows["adam"].optimizer_s
+    assert added_s == pytest.approx(flops / owners / peak, rel=1e-9)
+    assert rows["muon"].memory_bytes < rows["adam"].memory_bytes
+    steps_s = [
+        (timeline.spans["start_ns"] + timeline.spans["dur_ns"]).max() * 1e-9
+        for timeline in (
+            mm.simulate("gpt2", "dgx-a100", plan, optimizer=name, **run)
+            for name in rows
+        )
+    ]
+    assert steps_s[1] - steps_s[0] == pytest.approx(added_s, rel=1e-3)
+
+
 @pytest.mark.parametrize("name", STACKS)
 def test_plans_of_several_kinds_of_layers_are_timed_in_a_table_as_alone(name):
     cluster = mm.cluster("dgx-h100", 16)

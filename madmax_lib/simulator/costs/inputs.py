@@ -16,6 +16,7 @@ import numpy as np
 
 from madmax_lib.catalog.hardware import Device
 from madmax_lib.catalog.kernel_rates import kernel_rates
+from madmax_lib.catalog.muon import muon_flops
 from madmax_lib.plan import Case, Plans
 from madmax_lib.simulator.costs.rows import map_leaves
 from madmax_lib.simulator.layers.work import Shape, Work
@@ -152,13 +153,17 @@ class Steps:
     traits: SoftwareTraits
     global_batch: Number  # samples per step over all devices
     jitter: Number = 0.0  # mean delay of a rank over the time it computes
+    optimizer_flops: Number = 0.0  # of an update, over parameters: Muon's
     slower: Number = 1.0  # seconds of compute over those at the prices
 
     @classmethod
     def of(cls, case: Case) -> Steps:
         """Step of one case, with one plan or the columns of many."""
         parts = (Work.of(case), _hardware(case), _traits(case))
-        return cls(*parts, case.global_batch, case.jitter)
+        flops = 0.0
+        if case.optimizer == "muon":
+            flops = muon_flops(case.model) / case.model.parameters
+        return cls(*parts, case.global_batch, case.jitter, flops)
 
     @classmethod
     def stack(cls, cases: Sequence[Case]) -> Steps:

@@ -199,9 +199,12 @@ class Prices(LinkPrices, Overlap):
         return np.where(self.traits.tensorwise, _TENSORS, 1.0)
 
     def update_s(self, parameters: Number) -> Number:
-        """Seconds of the optimizer for the parameters that a device owns."""
-        moved = self.slower * optimizer_bytes(parameters)
-        return moved * self.constants["optimizer_factor"] / self.memory
+        """Seconds of the optimizer for the parameters that a device owns: Adam's bytes,
+        and Muon's products, which the owners of shards divide among them.
+        """
+        bytes_s = optimizer_bytes(parameters) / self.memory
+        flops_s = parameters * self.steps.optimizer_flops / self.flops["gemm"]
+        return self.slower * (bytes_s * self.constants["optimizer_factor"] + flops_s)
 
     @cached_property
     def launch_s(self) -> Number:

@@ -110,6 +110,7 @@ def memory(
         dtype,
         software,
         imbalance,
+        optimizer=optimizer,
     )
     model = case.model
     plan = case.plan
@@ -120,7 +121,7 @@ def memory(
         raise ValueError(
             "schedule='gpipe' keeps every micro-batch, global_batch is needed"
         )
-    parts = bytes_by_component(case, optimizer, fused_loss, trainable)
+    parts = bytes_by_component(case, fused_loss, trainable)
     rows = [
         (stage, name, PHASES[name], float(size[stage]))
         for stage in range(plan.pp)
@@ -130,8 +131,8 @@ def memory(
 
 
 def bytes_by_component(case: Case, *options) -> dict[str, np.ndarray]:
-    """Bytes by component of each pipeline stage, (pp,). options: optimizer, fused_loss
-    and trainable as in `memory`.
+    """Bytes by component of each pipeline stage, (pp,). options: fused_loss and
+    trainable as in `memory`.
     """
     plan = case.plan
     stages = np.arange(plan.pp)
@@ -274,9 +275,8 @@ def stage_bytes(case: Case, stage, layers: dict, *options) -> dict[str, np.ndarr
     """Bytes by component of a pipeline stage; the plans of the case, stage and numbers
     of layers may be arrays.
 
-    layers: of the stage, of each kind (`held_layers`). options: optimizer,
-    fused_loss and trainable as in `memory`. Raises ValueError for unknown software,
-    optimizer or dtype.
+    layers: of the stage, of each kind (`held_layers`). options: fused_loss
+    and trainable as in `memory`. Raises ValueError for unknown software or dtype.
     """
     parts = _tensor_bytes(case, stage, layers, *options)
     return parts | _overhead(case, parts)
@@ -286,7 +286,6 @@ def _tensor_bytes(
     case,
     stage,
     layers,
-    optimizer="adam",
     fused_loss=None,
     trainable=1.0,
 ):
@@ -330,7 +329,7 @@ def _tensor_bytes(
         earlier = np.where(p.pp > 1, most - 1, 0)
         logits = logits + earlier * width_of(case.dtype) * outputs / p.tp
     count = stage_parameters(model, p, stage, layers)
-    states = state_bytes(p, count, software, optimizer, trainable)
+    states = state_bytes(p, count, software, case.optimizer, trainable)
     # What is freed after an update comes back while the backward pass frees activations:
     # with one micro-batch a step it is not there when these are most.
     fresh = software.frees_gradients & (p.pp == 1) & (micro_batches == 1)
@@ -353,7 +352,6 @@ def _tensor_bytes(
 
 def _dlrm_bytes(
     case,
-    optimizer="adam",
     fused_loss=None,
     trainable=1.0,
 ):
@@ -376,7 +374,7 @@ def _dlrm_bytes(
         block=max(model.mlp_dim**2, 4 * model.attention_dim**2),
     )
     software = software_of(case.software or default_software(p), "fp32")
-    parts = state_bytes(p, count, software, optimizer, trainable)
+    parts = state_bytes(p, count, software, case.optimizer, trainable)
     parts["weights"] = parts["weights"] + 2 * tables / p.dp
     parts["optimizer"] = parts["optimizer"] + 4 * tables / model.embedding_dim / p.dp
     pooled = (

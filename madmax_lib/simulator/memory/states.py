@@ -16,12 +16,8 @@ from madmax_lib.plan.columns import Plans, expert_sharing, owned
 from madmax_lib.simulator.layers.ops import BYTES
 
 USUAL_SOFTWARE = ("megatron-core", "automodel", "megatron-deepspeed")
-_MOMENTS = {
-    "adam": 2,
-    "momentum": 1,
-    "muon": 1,  # but for tables and head, which Adam updates
-    "sgd": 0,
-}  # numbers of the optimizer's state per parameter
+# numbers of the optimizer's state per parameter
+_MOMENTS = catalog.table("optimizers", numbers=True).set_index("optimizer")["moments"]
 _LIVE_PARAMETERS = 1e9  # DeepSpeed stage3_max_live_parameters, default
 # a node, over which ZeRO++ shards its second copy of the weights [arXiv 2306.10209]
 _HPZ_DEVICES = 8
@@ -53,6 +49,8 @@ def normalised(case: Case) -> Case:
         raise ValueError(
             f"{offload} is modelled for 16-bit training, not dtype={case.dtype!r}"
         )
+    if case.optimizer != "adam":
+        raise ValueError(f"{offload} is of Adam, not optimizer={case.optimizer!r}")
     if plan.offload == "optimizer" or plan.zero == 3:
         return case
     if plan.offload != "chunks" and plan.dp * plan.cp > 1:
@@ -62,7 +60,9 @@ def normalised(case: Case) -> Case:
 
 def width_of(dtype: str) -> float:
     """Bytes of an activation: fp8 and fp4 products stand between 16-bit tensors."""
-    return max(_choice("dtype", dtype, BYTES), 2)
+    if dtype not in list(BYTES):
+        raise ValueError(f"dtype={dtype!r} is not one of {', '.join(BYTES)}")
+    return max(BYTES[dtype], 2)
 
 
 @cache
@@ -156,9 +156,9 @@ def state_bytes(
     parallelism leaves. Frozen weights are as wide as those that compute uses.
     trainable: share with gradients, where the plan has no adapters.
     """
-    moments = _choice("optimizer", optimizer, _MOMENTS) * software.moment_bytes
+    moments = _MOMENTS[optimizer] * software.moment_bytes
     parameters = count.dense + count.experts
-    if optimizer == "muon":
+    if optimizer == "muon":  # but for tables and head, which Adam updates
         moments = moments * (1 + count.ends / np.maximum(parameters, 1))
     trainable = np.where(
         p.lora_rank > 0,
@@ -237,9 +237,3 @@ def _gathered(p, software, count, shard, gradients, trainable):
         * np.where(p.recompute == "none", parameters, count.block)
     )
     return np.select([p.zero == 3, p.zero == 2], [freed, everything], casts)
-
-
-def _choice(what, name, choices):
-    if name not in list(choices):
-        raise ValueError(f"{what}={name!r} is not one of {', '.join(choices)}")
-    return choices[name]
