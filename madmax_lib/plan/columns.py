@@ -203,7 +203,8 @@ class Plans:
 def distinct(words: Texts) -> set[str]:
     """The words of a column, or of one plan."""
     # of a column of categories those alone, which are few
-    return {*map(str, np.ravel(getattr(words, "categories", words)).tolist())}
+    words = {*np.ravel(getattr(words, "categories", words)).tolist()}
+    return {*map(str, words)}
 
 
 def take_product(values, rows: np.ndarray, columns: np.ndarray):
