@@ -180,6 +180,7 @@ def _mixed(config, shape, letter):
     if not types:
         every = require_int("full_every", shape["full_every"], 1)
         types = [(layer + 1) % every == 0 for layer in range(count)]
+    _check_count(types, count)
     first = ["*" if word in _FULL else letter for word in types]
     dense = shape.get("dense_layers", 0) if shape["experts"] else count
     blocks = [
@@ -187,6 +188,12 @@ def _mixed(config, shape, letter):
         for layer, block in enumerate(first[:count])
     ]
     return {"blocks": blocks} | dict.fromkeys(OF_USUAL_STACKS, 0)
+
+
+def _check_count(words, layers):
+    """Raise ValueError for a list of layers that is shorter than the model."""
+    if not isinstance(words, list) or len(words) < layers:
+        raise ValueError(f"{short_repr(words)} does not list {layers} layers")
 
 
 def _gemma(config, shape, letter):
@@ -207,6 +214,7 @@ def _compressed(config, shape, letter):
     """
     count = shape["layers"]
     types = config.get("compress_ratios") or config.get("layer_types")
+    _check_count(types, count)
     first = _letters(types)[:count]
     n = shape["streams"]
     wide = n * shape["hidden"]

@@ -121,7 +121,6 @@ class Plan(Plans):
         enforce(ALONE, self, None)
         if self.recomputes_modules:
             modules = "+".join(sorted({*self.recompute.split("+")}))
-            modules = "selective" if modules == "core_attn" else modules
             object.__setattr__(self, "recompute", modules)
         super().__post_init__()
 

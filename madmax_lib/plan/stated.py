@@ -387,4 +387,4 @@ def recompute_of(text: str, case: Case) -> str:
             f"{', '.join(MODULES.index)}"
         )
     modules = set().union(*named).difference(lacking(case.model))
-    return "+".join(modules) or "none"
+    return "selective" if modules == {"core_attn"} else "+".join(modules) or "none"

@@ -379,4 +379,5 @@ def _recompute(keys):
             f"--recompute-modules: a plan does not recompute {', '.join(others)} alone, "
             f"but {', '.join(MODULES.index)}"
         )
-    return "+".join(modules) or "none"
+    # what selective is there without a list
+    return "selective" if modules == ["core_attn"] else "+".join(modules) or "none"

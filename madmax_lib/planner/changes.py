@@ -115,6 +115,12 @@ def with_recipe(case: Case, like) -> Case:
                 f"{', '.join(other_sizes)}; its plan alone is taken",
                 stacklevel=3,  # at the user's search
             )
+        for name in ("sequence", "global_batch"):
+            theirs, ours = getattr(stated, name), getattr(case, name)
+            if theirs not in (None, ours):
+                warnings.warn(
+                    f"the recipe has {name}={theirs}, priced is {ours}", stacklevel=3
+                )
         if software.name == "none":
             names = (one for one in STACKS if framework_named(one) == stated.framework)
             software = catalog.software(next(names))

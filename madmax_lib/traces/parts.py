@@ -53,7 +53,7 @@ def breakdown(timeline: Timeline, *, steps: bool = False) -> pd.DataFrame:
 
 def window(timeline: Timeline, start_s: float, end_s: float) -> Timeline:
     """The part of a timeline from start_s to end_s after its first device work; spans
-    that reach over an edge are cut there, and all of their step is then of none.
+    that reach over an edge are cut there, and a step of which work is cut is none.
 
     Host rows begin with the first launch of what is kept, if that is earlier. Raises
     ValueError if nothing runs in between.
@@ -71,9 +71,11 @@ def window(timeline: Timeline, start_s: float, end_s: float) -> Timeline:
     edge_ns = spans["rank"].map(begins_ns)
     edge_ns = edge_ns.where(spans["stream"] < 0, low_ns)
     keep = (end_ns > edge_ns) & (start_ns < high_ns)
-    is_cut = (start_ns < edge_ns) | (end_ns > high_ns)
-    # a mark that goes on outside would make a step of the piece
-    keep &= ~(is_cut & (spans["kind"] == "annotation"))
+    is_cut = (start_ns < edge_ns) | (end_ns > high_ns) | ~keep
+    is_work = spans["kind"].isin(BUSY_KINDS)
+    # of a piece of a step no mark stays, which would make a step of it
+    is_piece = spans["step"].isin(spans["step"][is_cut & is_work])
+    keep &= ~(is_piece & (spans["kind"] == "annotation"))
     if not (keep & spans["kind"].isin(BUSY_KINDS)).any():
         raise ValueError(f"nothing runs between {start_s} and {end_s} s")
     part = timeline.where(keep.to_numpy())
@@ -86,13 +88,6 @@ def window(timeline: Timeline, start_s: float, end_s: float) -> Timeline:
         # what began before the window now begins in another step
         for _, of_rank in spans.groupby("rank"):
             spans.loc[of_rank.index, "step"] = assign_steps(of_rank)
-    is_work = timeline.spans["kind"].isin(BUSY_KINDS)
-    cut_work = timeline.spans[(is_cut | ~keep) & is_work]
-    # a piece of a step is no step; without a whole one nothing tells steps apart
-    pieces = {-1, *cut_work["step"]}
-    is_whole = ~spans["step"].isin(pieces)
-    rest = -1 if is_whole.any() else 0
-    spans["step"] = spans["step"].where(is_whole, rest)
     return replace(part, spans=spans)
 
 

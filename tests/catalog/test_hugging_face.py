@@ -364,12 +364,26 @@ def test_a_configuration_that_no_model_has_is_refused(read, name, key, value, ru
     cells("""
     gemma-4-26B-A4B | per_layer_config | not of the kind & 'values'
     MiMo-V2-Flash | hybrid_layer_pattern | not of the kind & not iterable
-    DeepSeek-V4-Flash | compress_ratios | layer_types & is not modelled
+    DeepSeek-V4-Flash | compress_ratios | 3 does not list 43 layers
     """),
 )
 def test_a_number_in_place_of_a_list_is_refused(read, name, key, rule):
     with refused(rule):
         read(name, **{key: 3})
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "words"),
+    [
+        ("gemma-4-31B", "layer_types", ["full_attention"] * 20),
+        ("MiMo-V2-Flash", "hybrid_layer_pattern", [1, 0, 1]),
+        ("DeepSeek-V4-Flash", "compress_ratios", [0, 4, 128]),
+        ("gemma-4-31B", "layer_types", "abc"),
+    ],
+)
+def test_a_list_of_fewer_layers_is_refused(read, name, key, words):
+    with refused("does not list"):
+        read(name, **{key: words})
 
 
 def test_a_kind_that_nobody_knows_is_read_as_llama_where_its_keys_are(read):

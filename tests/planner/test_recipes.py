@@ -92,9 +92,12 @@ def test_recipe_that_does_not_fit_was_run(model, like, slower, capsys):
 
 
 def test_recipe_of_another_model_is_said():
-    flags = "--num-layers 40 --hidden-size 4096 --bf16 --micro-batch-size 1"
+    flags = "--num-layers 40 --hidden-size 4096 --bf16 --global-batch-size 32"
     words = "another model than llama3-8b: num-layers 40 for 32;"
-    with pytest.warns(UserWarning, match=words):
+    with (
+        pytest.warns(UserWarning, match=words),
+        pytest.warns(UserWarning, match="global_batch=32, priced is 256"),
+    ):
         mm.search("llama3-8b", CLUSTER, 256, like=flags, **RUN)
 
 

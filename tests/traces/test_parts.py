@@ -133,6 +133,15 @@ def test_a_window_keeps_the_launches_of_its_kernels():
     assert set(spans["step"]) == {0}
 
 
+@pytest.mark.parametrize("name", ["gpt-fsdp", "dlrm-8xv100", "vit-ddp"])
+def test_a_window_of_all_has_all_steps(name):
+    timeline = mm.read_trace(mm.dataset(name))
+    whole = window(timeline, 0.0, np.inf)
+    assert whole.steps == timeline.steps
+    seconds = mm.traces.step_s(timeline)
+    assert mm.traces.step_s(whole) == pytest.approx(seconds, rel=0.02)
+
+
 def test_pieces_of_steps_at_the_edges_of_a_window_are_no_steps(tmp_path):
     """Of three steps of 10 ms a window from 5 to 25 ms has the second whole."""
     rows = []

@@ -389,11 +389,15 @@ def _narrow(columns, table, first):
         table.filter(regex="(?<!low)(?<!high)_s$").max().sort_values(ascending=False)
     )
     order = dict.fromkeys([*first, *seconds[seconds > 0].index])
-    room = _WIDTH
+    # half of the room is for others than the first column, which is always there
+    room = _WIDTH // 2
     fits = set()
     for name in filter(columns.__contains__, order):
         width = len(columns[name][0]) + 2
-        if width <= room:
+        if not fits:
+            fits.add(name)
+            room = max(room, _WIDTH - width)
+        elif width <= room:
             room -= width
             fits.add(name)
     return {name: columns[name] for name in table if name in fits}
