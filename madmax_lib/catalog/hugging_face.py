@@ -106,11 +106,7 @@ def read_config(path: Path, rows: pd.DataFrame) -> Transformer:
         return Transformer(name, **fields | _seen(path, seen, fields["hidden"]))
     except _UnmodelledError as error:
         raise ValueError(f"{path}: {error}; {_nearest_call(config)}") from None
-    except (
-        AttributeError,
-        KeyError,
-        TypeError,
-    ) as error:  # a number in place of a list
+    except (AttributeError, TypeError) as error:  # a number in place of a list
         raise ValueError(
             f"{path}: a value is not of the kind that its key has ({error})"
         ) from None
