@@ -203,8 +203,7 @@ class Plans:
 def distinct(words: Texts) -> set[str]:
     """The words of a column, or of one plan."""
     # of a column of categories those alone, which are few
-    words = {*np.ravel(getattr(words, "categories", words)).tolist()}
-    return {*map(str, words)}
+    return {*map(str, np.ravel(getattr(words, "categories", words)).tolist())}
 
 
 def take_product(values, rows: np.ndarray, columns: np.ndarray):
