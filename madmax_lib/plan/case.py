@@ -20,6 +20,7 @@ from madmax_lib.catalog.software import Software
 if TYPE_CHECKING:
     from madmax_lib.plan.columns import Plans
 
+_OPTIMIZERS = catalog.table("optimizers")["optimizer"].tolist()
 _MOST = 1000  # of jitter and imbalance: beyond it a unit was mistaken
 _RULES = {  # field: (least, what it is)
     "jitter": (
@@ -91,9 +92,8 @@ class Case:
         else:
             put("sequence", require_int("sequence", self.sequence, 1 if usual else 0))
         put("dtype", dtype_named(self.dtype))
-        optimizers = catalog.table("optimizers")["optimizer"].tolist()
-        if self.optimizer not in optimizers:
-            names = ", ".join(optimizers)
+        if self.optimizer not in _OPTIMIZERS:
+            names = ", ".join(_OPTIMIZERS)
             raise ValueError(f"optimizer={self.optimizer!r} is not one of {names}")
         software = self.software
         if software is None and self.cluster and self.cluster.device.family == "cpu":

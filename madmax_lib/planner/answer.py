@@ -72,7 +72,8 @@ class SearchResult:
         named: times and costs then go in its order), memory_bytes (of the fullest
         device), mfu, tokens_per_s, cost_usd (per step, as launched; NaN without a
         price), energy_j (all devices).
-    pareto: plans that no other one beats in time and memory, same columns.
+    pareto: plans that no other one beats in time and memory, same columns; where no
+        software was named in launched_s, of those of table, different and step_s' front.
     different: the best of each way to split the model (tp, cp, pp, ep, ZeRO stage,
         recompute), ten of them: same columns, and probability (of being the fastest of
         a hundred such), why (the part in which it saves most, in shares of their median

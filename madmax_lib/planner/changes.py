@@ -17,6 +17,8 @@ from madmax_lib.plan import Case, Plan, Plans
 from madmax_lib.plan.legal import legal
 from madmax_lib.planner.space import SEARCHED, Space
 
+# of a model, that its configurations state alike
+_SIZES = ("layers", "hidden", "heads")
 # choices that come with another one, and are no change of their own where it changes
 _WITH = {
     "interleave": "pp",
@@ -140,10 +142,10 @@ def _differing_sizes(like, model):
         key.rpartition(".")[2].lstrip("-").replace("_", "-"): value
         for key, value in source_of(like).values.items()
     }
+    rows = catalog.table("size_flags").query("field in @_SIZES")
     sizes = {
-        "num-layers": model.layers,
-        "hidden-size": model.hidden,
-        "num-attention-heads": model.heads,
+        key.replace("_", "-"): getattr(model, field)
+        for key, field in zip(rows["key"], rows["field"], strict=True)
     }
     return [
         f"{name} {stated[name]} for {size}"

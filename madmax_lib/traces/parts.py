@@ -10,7 +10,7 @@ from madmax_lib.base.units import NS_PER_S
 from madmax_lib.timeline import accounting
 from madmax_lib.timeline.accounting import window_ns
 from madmax_lib.timeline.timeline import BUSY_KINDS, Timeline, with_origin
-from madmax_lib.traces.read.steps import assign_steps
+from madmax_lib.traces.read.steps import assign_steps, step_spans
 from madmax_lib.traces.tables import busy_spans, ends_ns
 from madmax_lib.traces.waits.launch import device_work
 from madmax_lib.traces.waits.step_times import step_note, step_periods
@@ -73,10 +73,15 @@ def window(timeline: Timeline, start_s: float, end_s: float) -> Timeline:
     keep = (end_ns > edge_ns) & (start_ns < high_ns)
     is_cut = (start_ns < edge_ns) | (end_ns > high_ns) | ~keep
     is_work = spans["kind"].isin(BUSY_KINDS)
-    # of a piece of a step no mark stays, which would make a step of it
-    is_piece = spans["step"].isin(spans["step"][is_cut & is_work])
-    keep &= ~(is_piece & (spans["kind"] == "annotation"))
-    if not (keep & spans["kind"].isin(BUSY_KINDS)).any():
+    marks = step_spans(spans)
+    if marks is not None:
+        # of a piece of a step no mark stays, which would make a step of it
+        pieces = spans["step"][is_cut & is_work]
+        is_mark = spans["kind"] == "annotation"
+        is_mark &= start_ns.isin(marks[:, 0])
+        is_mark &= end_ns.isin(marks[:, 1])
+        keep &= ~(is_mark & spans["step"].isin(pieces))
+    if not (keep & is_work).any():
         raise ValueError(f"nothing runs between {start_s} and {end_s} s")
     part = timeline.where(keep.to_numpy())
     begin_ns = start_ns.clip(lower=edge_ns)[keep].to_numpy()

@@ -142,6 +142,15 @@ def test_a_window_of_all_has_all_steps(name):
     assert mm.traces.step_s(whole) == pytest.approx(seconds, rel=0.02)
 
 
+def test_a_window_without_step_marks_keeps_its_annotations():
+    rows = [
+        (0, -1, "annotation", "forward", 0, 30 * MS, -1, 0),
+        (0, 7, "compute", "a", 0, 30 * MS, -1, 0),
+    ]
+    part = window(make_timeline(rows), 0.01, 0.02)
+    assert part.spans["name"].tolist() == ["forward", "a"]
+
+
 def test_pieces_of_steps_at_the_edges_of_a_window_are_no_steps(tmp_path):
     """Of three steps of 10 ms a window from 5 to 25 ms has the second whole."""
     rows = []

@@ -5,7 +5,7 @@ training cost?
 from argparse import ArgumentTypeError
 
 from madmax_lib.view.commands.answers import Answer, add_command
-from madmax_lib.view.commands.step import inputs, run_of, used
+from madmax_lib.view.commands.step import inputs, model_of, run_of, used
 
 _MEASURED = ("step_s", "tokens_per_s", "tokens_per_s_per_device", "tflops")
 # fields of an expectation, headline first
@@ -50,7 +50,7 @@ def _expect(options):
     cluster = catalog.cluster(options.cluster, options.nodes, plan.world_size)
     timeline = read([options.trace]) if options.trace else None
     result = expect(
-        options.model,
+        model_of(options),
         cluster,
         plan,
         **run_of(options),
@@ -79,7 +79,7 @@ def _plan(options):
     if not options.cluster:
         options.cluster = catalog.cluster_with(catalog.device(options.device))
     asked = {name: getattr(options, name) for name in _ASKED} | run_of(options)
-    result = campaign(options.model, options.tokens, options.cluster, **asked)
+    result = campaign(model_of(options), options.tokens, options.cluster, **asked)
     cluster = catalog.cluster(options.cluster)
     links = f"{cluster.intra.name} in a node, {cluster.inter.name} between nodes"
     about = {"cluster": f"{options.cluster}: {links}"}

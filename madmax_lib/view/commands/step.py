@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from madmax_lib import catalog, planner, simulator
 from madmax_lib.base.atomic import write_text
+from madmax_lib.catalog import Model
 from madmax_lib.catalog.hardware import Cluster, Link, node_extent
 from madmax_lib.catalog.software import Software
 from madmax_lib.runs.testbed import bits_per_s
@@ -64,7 +65,7 @@ def run_of(options: Namespace) -> dict:
     return run
 
 
-def _model(options):
+def model_of(options: Namespace) -> Model:
     """The model asked for, one of those that `madmax train` alone knows too."""
     if options.model in set(catalog.table("run_models")["name"]):
         from madmax_lib.runs.model import models
@@ -78,7 +79,7 @@ def _step(options):
     extent = (options.nodes, options.devices)
     if not options.network:
         cluster = catalog.cluster(options.cluster, *extent)
-        return {"model": _model(options), "cluster": cluster, **run_of(options)}
+        return {"model": model_of(options), "cluster": cluster, **run_of(options)}
     cluster = catalog.cluster(options.cluster)
     used, nodes = node_extent(
         cluster.name, (cluster.devices_per_node, cluster.nodes), *extent
@@ -86,7 +87,7 @@ def _step(options):
     # the devices of a node share its port
     link = Link("ethernet", bits_per_s(options.network) / 8 / used)
     cluster = replace(cluster, inter=link, devices_per_node=used, nodes=nodes)
-    return {"model": _model(options), "cluster": cluster, **run_of(options)}
+    return {"model": model_of(options), "cluster": cluster, **run_of(options)}
 
 
 def _priced(options):
