@@ -188,14 +188,7 @@ def _fields(config, rows, where):
     shape["block_fields"] = " ".join(parts)
     if shape.get("positions", "learned") != "learned":
         shape["sequence"] = _trained_sequence(config, shape["sequence"])
-    types = config.get("mlp_layer_types") or config.get("moe_layer_freq")
-    if isinstance(types, list):
-        dense = [layer for layer, name in enumerate(types) if name in ("dense", 0)]
-        if dense != [*range(len(dense))]:
-            raise _UnmodelledError(
-                f"mlp_layer_types: dense layers {dense} are not the first ones"
-            )
-        shape["dense_layers"] = len(dense)
+    shape |= _dense_layers(config)
     if config.get("n_group") == 1:  # one group of all experts limits nothing
         shape["routed_nodes"] = 0
     shape["ffn"] = shape["ffn"] or (0 if stack else 4 * shape["hidden"])
@@ -213,6 +206,21 @@ def _fields(config, rows, where):
         return shape | _fields_without_key(kind, config, shape)
     except ValueError as error:
         raise _UnmodelledError(str(error)) from None
+
+
+def _dense_layers(config):
+    """Number of the first layers that are dense, where a list says which are."""
+    for key in ("mlp_layer_types", "moe_layer_freq"):
+        types = config.get(key)
+        if not isinstance(types, list) or not types:
+            continue
+        dense = [layer for layer, name in enumerate(types) if name in ("dense", 0)]
+        if dense != [*range(len(dense))]:
+            raise _UnmodelledError(
+                f"{key}: dense layers {dense} are not the first ones"
+            )
+        return {"dense_layers": len(dense)}
+    return {}
 
 
 def _guessed(config, by_kind, where):
