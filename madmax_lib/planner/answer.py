@@ -25,12 +25,12 @@ from madmax_lib.planner.evaluate import (
     PartialResult,
     SearchProblem,
     front_of,
-    launched_by,
 )
 from madmax_lib.planner.hint import hint
 from madmax_lib.planner.space import SEARCHED, fixed_fields, plan_of
 from madmax_lib.simulator.costs.inputs import Steps
-from madmax_lib.simulator.memory.memory import usable_bytes
+from madmax_lib.simulator.memory.memory import plans_peak_bytes, usable_bytes
+from madmax_lib.simulator.memory.stacks import unlaunchable
 from madmax_lib.simulator.power import device_energy_j
 from madmax_lib.simulator.steady.step_time import PARTS, step_s, step_time
 from madmax_lib.simulator.uncertainty import log_width, shared_errors
@@ -67,11 +67,12 @@ class SearchResult:
         result.best, result.different, result.configuration()
 
     table: the best `top` plans, those of equal time and memory as one, with plan (its
-        text), stacks (software that launches it), the fields of Plan, step_s, low_s and
-        high_s (90 % interval), launched_s (as the first of stacks, where none was
-        named: times and costs then go in its order), memory_bytes (of the fullest
-        device), mfu, tokens_per_s, cost_usd (per step, as launched; NaN without a
-        price), energy_j (all devices).
+        text), stacks (software that launches and holds it, the best first), the fields of
+        Plan, step_s, low_s and high_s (90 % interval), launched_s (as the first of
+        stacks, where none was named: times and costs then go in its order),
+        memory_bytes (of the fullest device; where none was named, under that stack),
+        mfu, tokens_per_s, cost_usd (per step, as launched; NaN without a price),
+        energy_j (all devices).
     pareto: plans that no other one beats in time and memory, same columns; where no
         software was named in launched_s, of those of table, different and step_s' front.
     different: the best of each way to split the model (tp, cp, pp, ep, ZeRO stage,
@@ -148,7 +149,7 @@ class SearchResult:
         stacks = ", ".join(stack.name for stack in self.problem.stacks)
         return (
             f"none named: plans that {stacks} can launch, ranked by launched_s, the step "
-            "under the first stack of each; step_s: under tuned Megatron-Core"
+            "under the fastest of these; step_s: under tuned Megatron-Core"
         )
 
     @property
@@ -263,17 +264,19 @@ def described(problem: SearchProblem, columns: Columns) -> Described:
     seconds = table["step_s"]
     # errors are of the logarithm, so intervals are a factor to either side
     factor = np.exp(log_width(steps, times, parameters))
-    stacks = launched_by(plans, problem)
+    launched = _as_launched(case, problem)
     left = table.loc[:, :"step_s"]
     if case.software.name == "none":
-        left = left.assign(launched_s=_launched_s(case, stacks, problem))
-        table["cost_usd"] *= left["launched_s"] / seconds
+        left = left.assign(launched_s=launched["step_s"])
+        table["cost_usd"] *= launched["step_s"] / seconds
+        # of a recipe that no stack holds as the usual software does
+        table["memory_bytes"] = launched["memory_bytes"].fillna(table["memory_bytes"])
     left = left.assign(low_s=seconds / factor, high_s=seconds * factor)
     table = pd.concat([left, table.loc[:, "memory_bytes":]], axis=1)
     device = case.cluster.device
     if device.tdp_w > 0:
         table["energy_j"] = case.cluster.world_size * device_energy_j(times, device)
-    table.insert(0, "stacks", stacks)
+    table.insert(0, "stacks", launched["stacks"])
     table.insert(
         0, "plan", [str(plan_of(row | fixed)) for row in table.to_dict("records")]
     )
@@ -294,8 +297,11 @@ def in_launched_order(problem: SearchProblem, result: PartialResult) -> PartialR
     """
     parts = map(pd.DataFrame, (result.table, result.layouts, result.front))
     rows = pd.concat(parts, ignore_index=True)
-    seconds = described(problem, dict(rows)).table["launched_s"]
-    at = front_of(*map(np.asarray, (seconds, rows["memory_bytes"], ~seconds.isna())))
+    launched = described(problem, dict(rows)).table
+    seconds = launched["launched_s"]
+    at = front_of(
+        *map(np.asarray, (seconds, launched["memory_bytes"], ~seconds.isna()))
+    )
     front = rows.loc[at]
     rows = rows.loc[seconds.sort_values(kind="stable").index]
     table = rows.drop_duplicates(["step_s", "memory_bytes"]).head(problem.top)
@@ -303,16 +309,33 @@ def in_launched_order(problem: SearchProblem, result: PartialResult) -> PartialR
     return replace(result, table=dict(table), layouts=dict(layouts), front=dict(front))
 
 
-def _launched_s(case, stacks, problem):
-    """Seconds of each plan of a case as the first of its stacks."""
-    seconds = np.full(len(stacks), np.nan)
-    first = np.array([names.split(" ")[0] for names in stacks])
-    for stack in problem.stacks:
-        rows = np.flatnonzero(first == stack.name)
-        if len(rows):
-            launched = replace(case, plan=case.plan[rows], software=stack)
-            seconds[rows] = step_s(Steps.of(launched), problem.parameters)
-    return seconds
+def _as_launched(case, problem):
+    """Stacks that launch and hold each plan of a table, the fastest first or where
+    memory is the objective that with least, and step_s and memory_bytes under the first.
+    """
+    shape = (len(problem.stacks), *case.plan.shape)
+    seconds = np.full(shape, np.inf)
+    memory_bytes = np.full(shape, np.inf)
+    masks = unlaunchable(case, problem.stacks)
+    for row, (stack, broken) in enumerate(zip(problem.stacks, masks, strict=True)):
+        plans = np.flatnonzero(~np.broadcast_to(broken[0], case.plan.shape))
+        if not len(plans):
+            continue
+        launched = replace(case, plan=case.plan[plans], software=stack)
+        peaks = plans_peak_bytes(launched)
+        # with one software named, plans were evaluated in its memory already
+        fits = bool(problem.case.software) | (peaks <= problem.room_bytes)
+        step = step_s(Steps.of(launched), problem.parameters)
+        seconds[row, plans] = np.where(fits, step, np.inf)
+        memory_bytes[row, plans] = np.where(fits, peaks, np.inf)
+    by = memory_bytes if problem.objective == "memory" else seconds
+    order = np.argsort(by, axis=0, kind="stable")
+    counts = np.isfinite(by).sum(axis=0)
+    names = np.array([stack.name for stack in problem.stacks])[order]
+    texts = [" ".join(row[:count]) for row, count in zip(names.T, counts, strict=True)]
+    first = (order[0], np.arange(shape[1]))
+    values = {"step_s": seconds[first], "memory_bytes": memory_bytes[first]}
+    return pd.DataFrame({"stacks": texts, **values}).replace(np.inf, np.nan)
 
 
 def different(problem: SearchProblem, columns: Columns) -> pd.DataFrame:

@@ -21,7 +21,6 @@ from madmax_lib.base.fields import require_int, require_number, short_repr
 from madmax_lib.catalog import Software
 from madmax_lib.plan import Case
 from madmax_lib.plan.columns import Plans, take_product
-from madmax_lib.plan.rules import SOFTWARE, STATED
 from madmax_lib.planner.space import (
     SEARCHED,
     Degrees,
@@ -33,6 +32,7 @@ from madmax_lib.planner.space import (
 from madmax_lib.simulator import Parameters
 from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.memory.memory import plans_peak_bytes
+from madmax_lib.simulator.memory.stacks import unlaunchable
 from madmax_lib.simulator.memory.states import USUAL_SOFTWARE
 from madmax_lib.simulator.power import device_energy_j
 from madmax_lib.simulator.steady.step_time import step_s, step_time
@@ -55,6 +55,8 @@ _TIE_BREAKERS = ("tp", "cp", "pp", "ep", "position")
 # Plans evaluated at a time. 2^16 doubles are half a MiB: the arrays of a block stay in
 # the second-level cache.
 _BLOCK_PLANS = 1 << 16
+# memory under the usual software over the room, up to which another may hold a plan
+_LESS = 2.0
 # The last 12 of the 52 bits of a fraction are rounded away: 2^-40 is about 1e-12, more
 # than formulas in another order differ by and far less than plans do.
 _ROUNDED_BITS = 1 << 12
@@ -153,7 +155,8 @@ def _blocks_of(problem, degrees):
         near = near_recipe(plans, problem.case, problem.changes)
         if not near.any():
             return
-    masks = [near & ~broken for broken in _unlaunchable(plans, problem)]
+    broken = unlaunchable(replace(problem.case, plan=plans), problem.stacks)
+    masks = [near & ~mask for mask in broken]
     masks = masks or [np.ones((1, 1), bool)]  # without stacks anything is launched
     # (a, b) number of each plan in the product of passes and shardings
     position = np.arange(math.prod(plans.shape)).reshape(plans.shape)
@@ -185,40 +188,6 @@ def _nonempty_rows_and_columns(mask, shape):
     return np.flatnonzero(rows), np.flatnonzero(columns)
 
 
-def _unlaunchable(plans, problem):
-    """Masks, one per stack and with two axes each, of the plans that it does not
-    launch, or that its configuration cannot say.
-    """
-    masks = []
-    for stack in problem.stacks:
-        case = replace(problem.case, software=stack)
-        broken = (rule.broken(plans, case) for rule in SOFTWARE + STATED)
-        masks.append(np.atleast_2d(reduce(or_, broken, np.False_)))
-    return masks
-
-
-def launched_by(plans: Plans, problem: SearchProblem) -> list[str]:
-    """Names of the stacks that launch each plan of a table within the memory of a
-    device, joined by blanks.
-    """
-    launches = []
-    for stack, broken in zip(
-        problem.stacks, _unlaunchable(plans, problem), strict=True
-    ):
-        launched = ~np.broadcast_to(broken[0], plans.shape)
-        rows = np.flatnonzero(launched)
-        # with one software named, plans were evaluated in its memory already
-        if len(rows) and not problem.case.software:
-            case = replace(problem.case, plan=plans[rows], software=stack)
-            launched[rows] = plans_peak_bytes(case) <= problem.room_bytes
-        launches.append(launched)
-    names = [stack.name for stack in problem.stacks]
-    return [
-        " ".join(name for name, runs in zip(names, row, strict=True) if runs)
-        for row in zip(*launches, strict=True)
-    ]
-
-
 def _evaluate_block(problem, plans, position, masks, skipped):
     """The best of a product of plans; those that fit are timed.
 
@@ -228,18 +197,21 @@ def _evaluate_block(problem, plans, position, masks, skipped):
     launched = np.broadcast_to(reduce(or_, masks), plans.shape)
     memory = _rounded(plans_peak_bytes(replace(problem.case, plan=plans)))
     memory = np.broadcast_to(memory, plans.shape)
-    fits = (memory <= problem.room_bytes) & launched
-    # Without a named software memory is that of the usual one: a plan must fit in the
-    # memory of a stack that launches it too.
-    if problem.stacks and not problem.case.software:
-        fits = _fits_some_stack(problem, plans, masks, fits)
     evaluated = int(launched.sum())
     counts = {
         "unlaunched": skipped + launched.size - evaluated,
         "evaluated": evaluated,
-        "feasible": int(fits.sum()),
         "least_bytes": float(memory.min(where=launched, initial=np.inf)),
     }
+    held_bytes = np.where(launched, memory, np.inf)
+    # Without a named software memory is that of the usual one, and a plan must fit in
+    # that of a stack that launches it, which may be less.
+    if problem.stacks and not problem.case.software:
+        held_bytes = _held_bytes(problem, plans, masks, memory)
+        if problem.objective == "memory":
+            memory = _rounded(held_bytes)
+    fits = held_bytes <= problem.room_bytes
+    counts["feasible"] = int(fits.sum())
     rows, columns = _nonempty_rows_and_columns(fits, fits.shape)
     if not len(rows):
         return PartialResult({}, {}, {}, **counts)
@@ -268,24 +240,31 @@ def _evaluate_block(problem, plans, position, masks, skipped):
     )
 
 
-def _fits_some_stack(problem, plans, masks, fits):
-    """Mask of the plans that also fit in the memory of a stack that launches them.
+def _held_bytes(problem, plans, masks, memory):
+    """Peak bytes under a stack that launches each plan and holds it, infinite where none
+    does: under the first of them, and under the least where memory is the objective.
 
-    masks: by stack, what it launches; fits: in the memory of the usual software.
+    masks: by stack, what it launches; memory: under the usual software.
     """
-    fits_one = np.zeros(fits.shape, bool)
+    room = problem.room_bytes
+    held_bytes = np.full(memory.shape, np.inf)
+    near = memory <= _LESS * room
     usual = plans.tp * plans.pp * plans.ep > 1 and USUAL_SOFTWARE[0]
     for stack, mask in zip(problem.stacks, masks, strict=True):
-        candidates = fits & mask & ~fits_one
-        # the memory of the usual software is what `fits` was judged by
-        if stack.name != usual and candidates.any():
-            part = _nonempty_rows_and_columns(candidates, fits.shape)
-            case = replace(
-                problem.case, plan=take_product(plans, *part), software=stack
-            )
-            candidates[np.ix_(*part)] &= plans_peak_bytes(case) <= problem.room_bytes
-        fits_one |= candidates
-    return fits_one
+        open_ones = (
+            near & mask & (np.isinf(held_bytes) | (problem.objective == "memory"))
+        )
+        if not open_ones.any():
+            continue
+        part = _nonempty_rows_and_columns(open_ones, memory.shape)
+        at = np.ix_(*part)
+        peaks = memory[at]
+        if stack.name != usual:
+            fewer = take_product(plans, *part)
+            peaks = plans_peak_bytes(replace(problem.case, plan=fewer, software=stack))
+        fits = open_ones[at] & (peaks <= room)
+        held_bytes[at] = np.minimum(held_bytes[at], np.where(fits, peaks, np.inf))
+    return held_bytes
 
 
 def _rounded(values):

@@ -16,7 +16,7 @@ from madmax_lib import catalog
 from madmax_lib.base.executors import submitter
 from madmax_lib.base.fields import require_int, require_number, require_type
 from madmax_lib.catalog import DLRM, Cluster, Device, Model
-from madmax_lib.catalog.software import STACKS, Software
+from madmax_lib.catalog.software import Software
 from madmax_lib.plan import Case, Plan
 from madmax_lib.planner.answer import (
     SearchResult,
@@ -29,6 +29,7 @@ from madmax_lib.planner.evaluate import SearchProblem
 from madmax_lib.planner.space import Space, legal_degrees
 from madmax_lib.simulator import usable_bytes
 from madmax_lib.simulator.memory.memory import plans_peak_bytes
+from madmax_lib.simulator.memory.stacks import stacks_of
 from madmax_lib.simulator.rates.parameters import (
     Parameters,
     constants_of,
@@ -219,14 +220,6 @@ def check_case(case: Case) -> None:
             f"{case.model.name} has no sequence of its own; give sequence=, the "
             "tokens per sample"
         )
-
-
-def stacks_of(case: Case) -> tuple[Software, ...]:
-    """Software that may train: the one named, else JAX on TPUs, else the `STACKS`."""
-    if case.software.name != "none":
-        return (case.software,)
-    on_tpu = case.cluster.device.name.startswith("tpu")
-    return tuple(map(catalog.software, ("jax",) if on_tpu else STACKS))
 
 
 def _nothing_fits(problem, result):

@@ -67,8 +67,15 @@ def test_the_table_goes_back_into_estimate(found):
         found.table[["plan", "dp", "step_s"]],
     ):
         again = mm.estimate(MODEL, CLUSTER, table, global_batch=BATCH)
-        for column in {"step_s", "low_s", "high_s", "mfu", "memory_bytes"} & set(table):
+        for column in {"step_s", "low_s", "high_s", "mfu"} & set(table):
             np.testing.assert_allclose(again[column], table[column], rtol=1e-11)
+    stacks = found.table["stacks"].str.split(" ").str[0]
+    for stack, table in found.table.groupby(stacks):
+        again = mm.estimate(MODEL, CLUSTER, table, global_batch=BATCH, software=stack)
+        costs = again[["step_s", "memory_bytes"]]
+        np.testing.assert_allclose(
+            costs, table[["launched_s", "memory_bytes"]], rtol=1e-11
+        )
         assert again["fits"].all()
 
 
@@ -85,6 +92,12 @@ def test_each_stack_of_a_row_launches_it_in_its_memory_and_no_other(found):
             for stack in launched
             if plans_peak_bytes(cases[stack])[0] <= usable_bytes(CLUSTER.device)
         ]
+        run = {"global_batch": BATCH, "fits": False}
+        roomy.sort(
+            key=lambda stack: mm.estimate(
+                MODEL, CLUSTER, row["plan"], software=stack, **run
+            )["step_s"][0]
+        )
         assert row["stacks"].split() == roomy and roomy
 
 

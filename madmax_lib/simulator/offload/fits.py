@@ -25,6 +25,7 @@ from madmax_lib.simulator.memory.memory import (
     peak_bytes,
     usable_bytes,
 )
+from madmax_lib.simulator.memory.stacks import holders
 from madmax_lib.simulator.memory.states import normalised
 from madmax_lib.simulator.offload.placement import (
     METHODS,
@@ -82,16 +83,21 @@ class FitsResult:
         a node, usable_bytes and margin_bytes of the place. Not all components of a
         device exist at once, so their sum may be above its peak.
     share: of what may leave the device, 0..1 (default NaN: without offload).
+    stacks: names, joined by blanks, of known software that launches the plan and holds
+        it, where none was named and it does not fit as usually run (default empty).
     """
 
     fits: bool
     table: pd.DataFrame
     share: float = float("nan")
+    stacks: str = ""
 
     def __repr__(self):
         verdict = "fits" if self.fits else "does not fit"
         if self.share == self.share:
             verdict += f" with {self.share:.0%} of the states away from the device"
+        if self.stacks:
+            verdict += f" as such plans are usually run, but does under {self.stacks}"
         lines = [f"{verdict}; {self.bound} is tightest"]
         for name, row in self._places().iterrows():
             used = format_bytes(row.usable_bytes - row.margin_bytes)
@@ -172,7 +178,10 @@ def fits(
     table = as_table(sizes, cluster.devices_per_node)
     table["usable_bytes"] = table["place"].map(room)
     table["margin_bytes"] = table["place"].map(margins)
-    return FitsResult(min(margins.values()) >= 0, table, share)
+    fit = min(margins.values()) >= 0
+    is_open = plan.offload is None and case.software.name == "none"
+    stacks = holders(case) if is_open and not fit else []
+    return FitsResult(fit, table, share, " ".join(stacks))
 
 
 def shares_that_fit(case: Case, policy: Policy, room: dict[str, float]) -> np.ndarray:

@@ -47,6 +47,7 @@ def add(commands) -> None:
 def _fits(options):
     result = simulator.fits(**_step(options), plan=options.plan)
     summary = {"fits": result.fits, "bound": result.bound}
+    summary |= {"fits_under": result.stacks} if result.stacks else {}
     # parts of a place do not all exist at one moment
     summary["peak_bytes"] = {
         row.place: row.usable_bytes - row.margin_bytes
@@ -127,10 +128,11 @@ def _estimate(options):
     room_gb = simulator.usable_bytes(cluster.device) / 1e9
     # NaN for a plan that is not legal or has no model of its memory
     too_large = table[~table["fits"] & (table["memory_bytes"] > 0)]
-    needs = [
-        f"{row.plan} needs {row.memory_bytes / 1e9:,.0f} GB of {room_gb:.0f} GB"
-        for row in too_large.itertuples()
-    ]
+    needs = []
+    for row in too_large.itertuples():
+        need = f"{row.plan} needs {row.memory_bytes / 1e9:,.0f} GB of {room_gb:.0f} GB"
+        stacks = simulator.fits(**_step(options), plan=row.plan).stacks
+        needs.append(f"{need}, but fits under {stacks}" if stacks else need)
     if "reason" in table:
         illegal = table[table["reason"] != ""]
         needs.extend(illegal["plan"] + ": " + illegal["reason"])
@@ -169,6 +171,8 @@ def _search(options):
     # plans that differ in how they split, as long as there are enough of them
     enough = options.top <= len(result.different)
     best = (result.different if enough else result.table).head(options.top)
+    if not step["software"]:
+        about["stack"] = best["stacks"].iloc[0].split(" ")[0]
     if recipe:
         best = result.beats
         about |= {"recipe": result.too_large} if result.too_large else {}

@@ -335,8 +335,14 @@ class SpaceExplorer(WorkloadExplorer):
 
     def choose(self, plan: str) -> None:
         """Show this plan in detail."""
+        # as the fastest stack that holds it, where none was asked for
+        rows = pd.concat([self.result.table, self.result.pareto])
+        stacks = rows.loc[rows["plan"] == plan, "stacks"]
+        software = self.parameters["software"]
+        if software == "none" and len(stacks):
+            software = stacks.iloc[0].split(" ")[0]
         # the numbers at once, then the timeline
-        self.step.set(plan=plan)
+        self.step.set(plan=plan, software=software)
         self.step.draw()
 
     def _search(self, filters):
