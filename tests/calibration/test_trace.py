@@ -11,6 +11,7 @@ from support import local_or_skip, make_timeline
 import madmax_lib as mm
 from madmax_lib import catalog
 from madmax_lib.base.units import NS_PER_S
+from madmax_lib.calibration.job.attention import check_attention
 from madmax_lib.calibration.trace import fit_timeline, kernel_seconds
 from madmax_lib.catalog.datasets import PROJECT
 from madmax_lib.catalog.models import Cluster, Device, Link, Transformer
@@ -302,6 +303,32 @@ def test_a_trace_of_another_run_is_refused(name, changes, message):
         fit_timeline(
             read_trace(PROJECT / "traces" / name), recorded_case(name, **changes)
         )
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("gpt-ddp", _plan("dp2.mb4"), "4 backward passes of attention in a step, but"),
+        ("gpt-fsdp", {"sequence": 56}, "512 tokens a micro-batch .* has 448"),
+        ("vit-ddp", {"global_batch": 32, **_plan("dp2.mb16")}, "a micro-batch"),
+        (
+            "gpt-ddp",
+            {"global_batch": 16, **_plan("tp2.mb16")},
+            "heads of attention on a rank, but dp1.tp2.mb16.* leaves",
+        ),
+    ],
+)
+def test_attention_tells_another_plan(name, changes, message):
+    """Of plans whose ranks and FLOPs are the same."""
+    trace = read_trace(PROJECT / "traces" / name)
+    check_attention(trace, recorded_case(name))
+    case = recorded_case(name, **changes)
+    with pytest.raises(ValueError, match=message):
+        check_attention(trace, case)
+    how = {"global_batch": case.global_batch, "sequence": case.sequence}
+    how |= {"dtype": "fp32", "software": "workbench", "timeline": trace}
+    answer = mm.expect(case.model, case.cluster, case.plan, **how)
+    assert answer.verdict == "cannot tell"
 
 
 SHARED = [

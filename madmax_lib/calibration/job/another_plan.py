@@ -30,6 +30,7 @@ import pandas as pd
 
 from madmax_lib import catalog
 from madmax_lib.base.units import NS_PER_S
+from madmax_lib.calibration.job.attention import check_attention
 from madmax_lib.calibration.job.observed import Observed
 from madmax_lib.calibration.job.shapes import shapes_of
 from madmax_lib.calibration.job.splits import Facts, add_groups, add_splits
@@ -189,6 +190,7 @@ def _traced_machine(timeline, case):
 
 def _constants(timeline, case):
     """Constants fitted to the trace."""
+    check_attention(timeline, case)
     fitted = fit_timeline(timeline, case)
     if case.cluster.device.family != "cpu":
         return fitted

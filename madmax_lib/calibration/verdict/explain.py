@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
+from madmax_lib.calibration.job.attention import check_attention
 from madmax_lib.calibration.trace import slowest_stage
 from madmax_lib.calibration.trace_checks import check_trace
 from madmax_lib.plan.case import Case
@@ -180,6 +181,7 @@ def _by_trace(table, outlook, measured_s, timeline):
     table = table.loc[rank.sort_values(kind="stable").index].reset_index(drop=True)
     try:
         check_trace(timeline, outlook.case)
+        check_attention(timeline, outlook.case)
     except ValueError as error:
         first = {"part": "trace", "cause": str(error)}
         first = pd.DataFrame([first], columns=table.columns)

@@ -172,17 +172,33 @@ def _search(options):
     enough = options.top <= len(result.different)
     best = (result.different if enough else result.table).head(options.top)
     if not step["software"]:
-        about["stack"] = best["stacks"].iloc[0].split(" ")[0]
+        stack = best["stacks"].iloc[0].split(" ")[0]
+        about = {"best": result.best, "stack": stack} | about
     if recipe:
         best = result.beats
         about |= {"recipe": result.too_large} if result.too_large else {}
         about["columns"] = _OF_RECIPE
+    asked_for = {"cost": "cost_usd", "energy": "energy_j"}.get(options.objective)
     first = _BEATING if recipe else _FOUND
+    if asked_for and not recipe:
+        first = ("plan", asked_for, *_FOUND[1:])
     columns = [name for name in _SEARCHED if name in best]
     # the file first: a failure to write it is no half answer
+    written = True
     if options.output:
-        write_text(options.output, result.configuration() + "\n")
-        about["configuration"] = options.output
+        about["configuration"], written = _written(result, options.output)
     table = best[columns].dropna(axis=1, how="all")
     brief = (name for name in about if name != "columns")
-    return Answer(table, about, inputs(options), brief=[*brief, *first])
+    return Answer(table, about, inputs(options), written, brief=[*brief, *first])
+
+
+def _written(result, path):
+    """The file of a search's configuration, or why no stack's words can say it, and
+    whether it was written.
+    """
+    try:
+        text = result.configuration()
+    except ValueError as error:
+        return f"not written: {error}", False
+    write_text(path, text + "\n")
+    return path, True

@@ -1,0 +1,69 @@
+"""Is the attention of a trace that of a plan? What products and messages leave open: how
+many heads and tokens a rank has, and how often it attends.
+"""
+
+import numpy as np
+
+from madmax_lib.calibration.job.observed import Observed
+from madmax_lib.plan.case import Case
+from madmax_lib.timeline.timeline import Timeline
+
+_SAME_TOKENS = 1.1  # labels are a token shorter, samples are padded to round numbers
+_SAME_PASSES = 1.25  # some of attention's kernels are launched twice or not named
+
+
+def check_attention(timeline: Timeline, case: Case) -> None:
+    """Raise ValueError where heads or tokens of attention on a rank, if shapes were
+    recorded, are not those that the plan leaves it:
+
+        heads = model's / tp (/ cp where heads are exchanged for tokens)
+        tokens of a call = micro-batch x sequence / cp, fewer where a ring cuts them
+    """
+    model = case.model
+    plan = case.plan
+    simulated = timeline.meta.source != "measured"
+    if simulated or model.tower:  # which attends in layers of its own
+        return
+    _check_passes(timeline, case)
+    seen = Observed.of(timeline).attentions
+    if seen.empty:
+        return
+    of_ulysses = plan.cp if plan.context == "ulysses" else 1
+    kinds = {each.heads for each in (model, *model.attentions.values())}
+    heads = {count / plan.tp / of_ulysses for count in kinds}
+    traced = set(seen["heads"])
+    if not heads & traced:
+        raise ValueError(
+            f"timeline: {min(traced)} heads of attention on a rank, but {plan} leaves "
+            f"{max(heads):g} of {model.name}'s {model.heads}"
+        )
+    tokens = case.tokens * of_ulysses
+    most = (seen["batch"] * seen["tokens"]).max()
+    few = most * _SAME_TOKENS < tokens and plan.cp == 1
+    if few or most > tokens * _SAME_TOKENS:
+        raise ValueError(
+            f"timeline: {most:,} tokens a micro-batch of a rank, but {plan} at "
+            f"sequence={case.sequence} has {tokens:,.0f}"
+        )
+
+
+def _check_passes(timeline, case):
+    """Backward passes of attention on a rank and step, which names tell without shapes,
+    against micro-batches x layers.
+    """
+    plan = case.plan
+    attends = all(kind.has_attention for kind in case.model.kinds)
+    if plan.pp * plan.cp > 1 or not attends or case.model.decoder_sequence:
+        return
+    spans = timeline.spans[timeline.spans["step"] >= 0]
+    names = spans["name"].cat.categories
+    names = names[names.str.contains("attention") & names.str.contains("backward")]
+    calls_of_steps = spans[spans["name"].isin(names)].groupby(["rank", "step"])["name"]
+    # a library's operators call each other: the names are as often recorded
+    counts = calls_of_steps.agg(lambda name: name.value_counts().max())
+    expected = case.micro_batches * case.model.layers
+    if len(counts) and abs(np.log(counts.median() / expected)) > np.log(_SAME_PASSES):
+        raise ValueError(
+            f"timeline: {counts.median():g} backward passes of attention in a step, but "
+            f"{plan} at global_batch={case.global_batch} has {expected:g}"
+        )
