@@ -13,7 +13,8 @@ of the rest within its 90 % interval.
 `--contact` judges the prior alone: errors, bias and intervals by how far a row is from
 the fit. Known stack: its source left out. Unknown stack: left out whole, priced as
 nobody's; its interval and its bias are learned from the other stacks alone. Unknown
-generation: its family of devices left out whole.
+generation: its family of devices left out whole; what a generation has of its own is
+learned from the other ones, hidden in the same way.
 
 A third of `published_strangers`, by hash, is laid aside for a final judgement: no
 decision was made on it. `--judge` shows that third alone, to be looked at once, and the
@@ -37,6 +38,7 @@ from madmax_lib.calibration import (
     predict,
     read_rows,
 )
+from madmax_lib.calibration.judge.intervals import level
 from madmax_lib.catalog import local_data
 from madmax_lib.simulator import width_of
 
@@ -141,16 +143,27 @@ def contacts():
         elsewhere = by_source[~by_source["repository"].isin(sources)]
         distance = f"{name.split(':')[0]}: unknown stack"
         yield distance, with_intervals(rows, spread_of_both(elsewhere, others))
-    yield "unknown generation", with_intervals(new_generation.assign(pace=0.0), sizes)
+    new_generation = new_generation.assign(pace=0.0)
+    for name, rows in new_generation.groupby(generations):
+        others = new_generation[generations.loc[new_generation.index] != name]
+        learned = sizes | {"generation": spread_of_generations(others, sizes)}
+        yield "unknown generation", with_intervals(rows, learned)
     yield "unknown stack and generation", with_intervals(both, sizes)
+
+
+def spread_of_generations(rows, sizes):
+    """What a generation has of its own, so that 90 % of a further one's sources lie
+    inside: rows of hidden generations, whose excess over their widths tells.
+    """
+    excess = rows["log_error"] ** 2 - width_of(rows, sizes) ** 2
+    return level(rows, np.sqrt(excess.clip(lower=0.0)) / sizes["quantile"])
 
 
 def with_intervals(rows, sizes):
     """Strangers whose error and interval are those after the prior was learned."""
     rows = rows.assign(log_error=rows["log_error"] + rows["pace"] * sizes["slower"])
-    width = np.hypot(
-        width_of(rows, sizes), sizes["quantile"] * sizes["pace"] * rows["pace"]
-    )
+    further = sizes["pace"] * rows["pace"], sizes.get("generation", 0.0)
+    width = np.hypot(width_of(rows, sizes), sizes["quantile"] * np.hypot(*further))
     inside = rows["log_error"].abs() <= width
     return rows.assign(inside=inside, half_width=np.sinh(width))
 
