@@ -5,6 +5,7 @@ each, T5's decoder has "*x-".
 """
 
 from enum import StrEnum
+from string import ascii_letters, digits
 
 from madmax_lib.catalog.refusals import refuse
 
@@ -12,7 +13,12 @@ from madmax_lib.catalog.refusals import refuse
 class BlockKind(StrEnum):
     """A block of a layer, by its letter in Megatron-Core's hybrid patterns.
 
-    w, c, s, x, m, K and L are ours: Megatron-Core has no letter for them.
+    w, c, s, x, m, K and L are ours: Megatron-Core has no letter for them. Further
+    capitals are attention, further small letters and digits feed-forward parts, with
+    sizes of their own (`Transformer.block_fields`).
+
+    >>> [BlockKind(letter).name for letter in "*A-7"]
+    ['ATTENTION', 'ATTENTION', 'FEED_FORWARD', 'FEED_FORWARD']
     """
 
     # letter, what it is, and the fields of a model that it needs
@@ -74,6 +80,17 @@ class BlockKind(StrEnum):
         kind.sizes = sizes
         return kind
 
+    @classmethod
+    def _missing_(cls, letter):
+        if letter in _FURTHER:
+            return cls.ATTENTION if letter.isupper() else cls.FEED_FORWARD
+        return None
+
+    @property
+    def usual(self) -> "BlockKind":
+        """Attention in place of one that attends to a window; else the kind itself."""
+        return BlockKind.ATTENTION if self in WINDOWED else self
+
     @property
     def is_mixer(self) -> bool:
         """Whether it carries a state from token to token."""
@@ -98,7 +115,7 @@ class Blocks(str):
     @property
     def has_attention(self) -> bool:
         """Whether a block has attention of tokens to each other."""
-        return BlockKind.ATTENTION in self or bool(self.windowed)
+        return any(kind.usual == BlockKind.ATTENTION for kind in self.kinds)
 
     @property
     def windowed(self) -> BlockKind | None:
@@ -124,6 +141,7 @@ class Blocks(str):
 # attention to a window, and in c and s to compressed tokens [DeepSeek-V4], which may
 # have sizes of its own
 WINDOWED = "wcs"
+_FURTHER = {*ascii_letters, *digits}.difference(BlockKind)
 # fields that describe a stack of usual layers: blocks say it in their own way
 OF_USUAL_STACKS = ("dense_layers", "moe_every", "full_every", "image")
 
@@ -132,11 +150,14 @@ def check_blocks(model) -> None:
     """Raises ValueError for blocks of a model that are none, or lack a size."""
     if (model.decoder_sequence > 0) != (BlockKind.CROSS_ATTENTION in model.blocks):
         refuse(model, "decoder_sequence", "and blocks with x belong together")
+    stated = {*BlockKind}
     for part in model.block_fields.split():
         name, _, size = part.partition("=")
         block, _, field = name.partition(".")
-        if block not in WINDOWED or not hasattr(model, field) or not size.isdecimal():
+        is_block = block in {*WINDOWED, *_FURTHER}
+        if not (is_block and hasattr(model, field) and size.isdecimal()):
             refuse(model, "block_fields", f"is not made of such as w.heads=8: {part}")
+        stated.add(block)
     if not model.blocks:
         return
     words = model.blocks.split()
@@ -147,7 +168,7 @@ def check_blocks(model) -> None:
         )
     letters = dict.fromkeys("".join(words))
     for letter in letters:
-        if letter not in {*BlockKind}:
+        if letter not in stated:
             raise ValueError(
                 f"{model.name}: blocks have {letter!r}, which is none of "
                 f"{' '.join(BlockKind)}"

@@ -94,7 +94,7 @@ class Transformer(LayerFormulas):
     window: int = 0  # tokens that a layer attends to; 0: all
     full_every: int = 0  # every layer of this number attends to all; 0: none
     sinks: bool = False  # one learned score per head beside those of the keys
-    # of attention in a block w, c or s, in place of the model's, such as
+    # of a block w, c or s, or of a further letter, in place of the model's, such as
     # "w.kv_heads=16 w.head_dim=256"
     block_fields: str = ""
     # tokens that become one, and how many of these an indexer chooses, 0 for all
@@ -185,14 +185,15 @@ class Transformer(LayerFormulas):
         return list(dict.fromkeys(self.layer_kinds))
 
     @cached_property
-    def attentions(self) -> dict[str, "Transformer"]:
-        """By block, w, c or s, the model with its attention in place of its own."""
-        result = {}
-        for letter in WINDOWED:
-            parts = [part.split("=") for part in self.block_fields.split()]
-            fields = {name[2:]: int(size) for name, size in parts if name[0] == letter}
-            result[letter] = replace(self, **fields)
-        return result
+    def variants(self) -> dict[str, "Transformer"]:
+        """By block, w, c, s or further letter, the model with its sizes in place of its
+        own.
+        """
+        fields = {letter: {} for letter in WINDOWED if letter in self.blocks}
+        for part in self.block_fields.split():
+            name, size = part.split("=")
+            fields.setdefault(name[0], {})[name[2:]] = int(size)
+        return {letter: replace(self, **sizes) for letter, sizes in fields.items()}
 
     @cached_property
     def all_blocks(self) -> Blocks:
@@ -202,7 +203,7 @@ class Transformer(LayerFormulas):
     @property
     def tp_heads(self) -> int:
         """Heads that the tp ranks share out, in layers of any attention."""
-        models = self.attentions.values()
+        models = self.variants.values()
         return gcd(self.output_groups, self.heads, *(model.heads for model in models))
 
     @property
@@ -336,17 +337,15 @@ class Transformer(LayerFormulas):
 
     def block_parameters(self, block: BlockKind) -> int:
         """Parameters of a block without its norm."""
-        if BlockKind(block).is_mixer:
-            return mixer_parameters(self, block)
-        if block == BlockKind.FEED_FORWARD:
-            return self.mlp_parameters(self.ffn)
-        if model := self.attentions.get(block):
-            return model.attention_parameters
-        return (
-            self.moe_parameters
-            if block == BlockKind.EXPERTS
-            else self.attention_parameters
-        )
+        model = self.variants.get(block, self)
+        kind = BlockKind(block)
+        if kind.is_mixer:
+            return mixer_parameters(self, kind)
+        if kind == BlockKind.FEED_FORWARD:
+            return model.mlp_parameters(model.ffn)
+        if kind == BlockKind.EXPERTS:
+            return self.moe_parameters
+        return model.attention_parameters
 
     @property
     def parameters(self) -> int:
@@ -406,7 +405,7 @@ class Transformer(LayerFormulas):
             tokens = self.decoder_tokens(s) if is_decoder else s
             window = self.layer_window(layer) if windows else 0
             keys = min(window or tokens, tokens)
-            for block in blocks.kinds:
+            for block in blocks:
                 terms["streams"] += 2 * tokens * (n**2 + 3 * n) * mixed
                 self._add_block(terms, block, tokens, s if block == "x" else keys)
         if tower := self.tower:
@@ -415,12 +414,14 @@ class Transformer(LayerFormulas):
             terms["tower"] += self.images * (tower.forward_flops() + projected)
         return dict(terms)
 
-    def _add_block(self, terms, block, tokens, keys):
+    def _add_block(self, terms, letter, tokens, keys):
         """Add the FLOPs of a block for tokens that each attend to `keys`."""
-        if model := self.attentions.get(block):
+        block = BlockKind(letter)
+        if model := self.variants.get(letter):
             if ratio := model.compression:
                 keys += min(tokens / ratio, model.index_top or tokens)
-            model._add_block(terms, BlockKind.ATTENTION, tokens, keys)
+            model._add_block(terms, block.usual, tokens, keys)
+            return
         if block in (BlockKind.ATTENTION, BlockKind.CROSS_ATTENTION):
             products = sum(matrix.parameters for matrix in self.attention_matrices)
             terms["projections"] += 2 * tokens * products

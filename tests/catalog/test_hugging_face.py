@@ -168,7 +168,7 @@ def test_a_window_is_said_by_blocks_too(read):
 )
 def test_heads_differ_between_a_window_and_all_tokens(read, name, full, near):
     model = read(name)
-    for attention, sizes in ((model, full), (model.attentions["w"], near)):
+    for attention, sizes in ((model, full), (model.variants["w"], near)):
         names = ("heads", "kv_heads", "head_dim", "v_head_dim")
         assert [getattr(attention, field) for field in names] == [
             *map(int, sizes.split())
