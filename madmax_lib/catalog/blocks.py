@@ -13,7 +13,7 @@ from madmax_lib.catalog.refusals import refuse
 class BlockKind(StrEnum):
     """A block of a layer, by its letter in Megatron-Core's hybrid patterns.
 
-    w, c, s, x, m, K and L are ours: Megatron-Core has no letter for them. Further
+    w, c, s, x, m, K, F and L are ours: Megatron-Core has no letter for them. Further
     capitals are attention, further small letters and digits feed-forward parts, with
     sizes of their own (`Transformer.block_fields`).
 
@@ -63,6 +63,14 @@ class BlockKind(StrEnum):
         "mixer_heads",
         "mixer_conv",
     )
+    FULL_KIMI_DELTA = (
+        "F",
+        "Kimi delta attention with gates of full rank [Ling 3]",
+        "mixer_channels",
+        "mixer_state",
+        "mixer_heads",
+        "mixer_conv",
+    )
     LIGHTNING = (
         "L",
         "lightning attention [arXiv 2501.08313]",
@@ -82,7 +90,7 @@ class BlockKind(StrEnum):
 
     @classmethod
     def _missing_(cls, letter):
-        if letter in _FURTHER:
+        if letter in FURTHER:
             return cls.ATTENTION if letter.isupper() else cls.FEED_FORWARD
         return None
 
@@ -141,7 +149,8 @@ class Blocks(str):
 # attention to a window, and in c and s to compressed tokens [DeepSeek-V4], which may
 # have sizes of its own
 WINDOWED = "wcs"
-_FURTHER = {*ascii_letters, *digits}.difference(BlockKind)
+# letters of attention and of feed-forward parts with sizes of their own
+FURTHER = {*ascii_letters, *digits}.difference(BlockKind)
 # fields that describe a stack of usual layers: blocks say it in their own way
 OF_USUAL_STACKS = ("dense_layers", "moe_every", "full_every", "image")
 
@@ -154,7 +163,7 @@ def check_blocks(model) -> None:
     for part in model.block_fields.split():
         name, _, size = part.partition("=")
         block, _, field = name.partition(".")
-        is_block = block in {*WINDOWED, *_FURTHER}
+        is_block = block in {*WINDOWED, *FURTHER}
         if not (is_block and hasattr(model, field) and size.isdecimal()):
             refuse(model, "block_fields", f"is not made of such as w.heads=8: {part}")
         stated.add(block)

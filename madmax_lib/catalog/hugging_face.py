@@ -49,6 +49,10 @@ _UNIFORM = {
     "hidden_size_per_layer_input": [0],
     "num_kv_shared_layers": [0],
     "qk_layernorm": [False],
+    "num_channels": [3],
+    "add_cross_attention": [False],
+    "attention_out_bias": [False],
+    "projectors_bias": [False],
 }
 # keys of a size, whatever the kind
 _SIZES = {
@@ -97,16 +101,11 @@ def read_config(path: Path, rows: pd.DataFrame) -> Transformer:
         config = of_mamba_ssm(path, config)
     config, seen = _trained_part(path, config)
     try:
-        parts = config.get("per_layer_config") or {
-            "": config.get("attention_other_setting")
-        }
-        for part in parts.values():  # sizes of some layers alone
-            config |= {f"own_{key}": size for key, size in (part or {}).items()}
         fields = _fields(config, rows, str(path))
         return Transformer(name, **fields | _seen(path, seen, fields["hidden"]))
     except _UnmodelledError as error:
         raise ValueError(f"{path}: {error}; {_nearest_call(config)}") from None
-    except (AttributeError, TypeError) as error:  # a number in place of a list
+    except (AttributeError, KeyError, TypeError) as error:  # a number for a list
         raise ValueError(
             f"{path}: a value is not of the kind that its key has ({error})"
         ) from None
@@ -172,6 +171,7 @@ def _fields(config, rows, where):
                 f"{key}={config[key]!r}: layers of several kinds, or with tables of their "
                 "own, are not modelled"
             )
+    config = config | _own_sizes(config, read)
     texts = {field: _value(where, config, *of) for field, of in keys.items()}
     pattern = texts.get("full_every", "")
     if pattern.strip("L") == "G":  # local layers and a global one, such as LLLG
@@ -208,8 +208,31 @@ def _fields(config, rows, where):
         raise _UnmodelledError(str(error)) from None
 
 
+def _own_sizes(config, read):
+    """Sizes of some layers alone, under names that begin with own_."""
+    sizes = {}
+    for part in (config.get("per_layer_config") or {}).values():
+        for key, size in part.items():
+            name = f"own_{key}"
+            is_read = any(name in keys.split() for keys in read)
+            if not is_read or sizes.setdefault(name, size) != size:
+                raise _UnmodelledError(
+                    f"per_layer_config: {key}={short_repr(size)} of some layers is not "
+                    "modelled"
+                )
+    others = config.get("attention_other_setting") or {}
+    return sizes | {f"own_{key}": size for key, size in others.items()}
+
+
 def _dense_layers(config):
     """Number of the first layers that are dense, where a list says which are."""
+    if mixtures := config.get(
+        "moe_layers_enum"
+    ):  # numbers of layers, as a text or list
+        numbers = str(mixtures).strip("[]").replace(" ", "").split(",")
+        layers = range(size_of(config, "num_hidden_layers"))
+        listed = [int(str(layer) in numbers) for layer in layers]
+        config = {"moe_layer_freq": listed} | config
     for key in ("mlp_layer_types", "moe_layer_freq"):
         types = config.get(key)
         if not isinstance(types, list) or not types:

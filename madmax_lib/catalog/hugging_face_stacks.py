@@ -5,10 +5,11 @@ Read as the classes of transformers 5.23 build them; T5's head as those of trans
 4.
 """
 
+from collections import Counter
 from pathlib import Path
 
 from madmax_lib.base.fields import require_int, short_repr
-from madmax_lib.catalog.blocks import OF_USUAL_STACKS
+from madmax_lib.catalog.blocks import FURTHER, OF_USUAL_STACKS, BlockKind
 
 # words for attention to all tokens: those of lists of layers, or 1 beside 0
 _FULL = ("full_attention", 1, True)
@@ -138,7 +139,8 @@ def _mixers(config, shape, letter):
     has_ffn = shape["ffn"] > 0
     second = "-" * has_ffn
     first = ["*" if layer in attention else letter for layer in range(shape["layers"])]
-    mixer = _mixer(config, shape, letter, "mamba_" * has_ffn)
+    channels = config.get("mamba_d_ssm" if has_ffn else "intermediate_size")
+    mixer = _mixer(config, shape, letter, "mamba_" * has_ffn, channels=channels)
     return {"blocks": [block + second for block in first], **mixer}
 
 
@@ -200,6 +202,8 @@ def _gemma(config, shape, letter):
     """Gemma 4, whose experts stand beside the feed-forward part, with three norms, and a
     scale of what is routed.
     """
+    if not config.get("enable_moe_block"):
+        shape = shape | {"experts": 0}
     fields = _mixed(config, shape, letter)
     if shape["experts"]:
         fields["blocks"] = [word.replace("E", "-E") for word in fields["blocks"]]
@@ -227,17 +231,64 @@ def _compressed(config, shape, letter):
     }
 
 
+def _searched(config, shape, letter):
+    """A layer per entry of `block_configs`: attention and a feed-forward part, of sizes
+    of its own or left out [Llama-Nemotron, arXiv 2505.00949].
+    """
+    layers = [_searched_layer(entry, shape) for entry in config["block_configs"]]
+    kv_heads, widths = zip(*layers, strict=True)
+    attentions = _letters_of(kv_heads, BlockKind.ATTENTION)
+    parts = _letters_of(widths, BlockKind.FEED_FORWARD)
+    further = [
+        f"{letter}.{field}={size}"
+        for field, letters in (("kv_heads", attentions), ("ffn", parts))
+        for size, letter in letters.items()
+        if letter in FURTHER
+    ]
+    blocks = [attentions[heads] + parts[width] for heads, width in layers]
+    return {
+        # what is left without any is no layer
+        "blocks": [block for block in blocks if block],
+        "block_fields": " ".join(further),
+        "kv_heads": next(iter(attentions)),
+        "ffn": next(iter(parts)),
+    }
+
+
+def _searched_layer(entry, shape):
+    """Heads of keys and values, and width, of a layer; 0 for a part left out."""
+    attention, part = entry["attention"], entry["ffn"]
+    if attention.get("replace_with_linear") or part.get("replace_with_linear"):
+        raise ValueError("block_configs: replace_with_linear is not modelled")
+    kv_heads = width = 0
+    if not attention.get("no_op"):
+        kv_heads = shape["heads"] // size_of(attention, "n_heads_in_group")
+    if not part.get("no_op"):
+        # two thirds of a multiple of the channels, in steps of 256
+        width = int(2 * part["ffn_mult"] * shape["hidden"] / 3)
+        width = -(-width // 256) * 256
+    return kv_heads, width
+
+
+def _letters_of(sizes, kind):
+    """Letter of each size: of the commonest that of its kind, of 0 none."""
+    further = sorted(letter for letter in FURTHER if BlockKind(letter) == kind)
+    common = [size for size, _ in Counter(sizes).most_common() if size]
+    return dict(zip(common, [kind, *further], strict=False)) | {0: ""}
+
+
 def _linear(config, shape, letter):
     """A mixer, or attention, and a feed-forward part or experts."""
     width = shape.get("head_dim") or shape["hidden"] // shape["heads"]
     # of a delta net with widths of keys and of values
     values = size_of(config, "linear_value_head_dim", 128) if letter == "G" else width
-    # the gate of a shared expert stands in every layer
-    gate = shape.get("other_layer_parameters", 0)
+    # the gate of a shared expert stands in every layer; norms of queries and keys
+    more = shape.get("other_layer_parameters", 0)
+    more += 2 * width * (letter == "L" and shape.get("qk_norm", False))
     return _mixed(config, shape, letter) | {
         "mixer_channels": shape["mixer_heads"] * values,
         "mixer_state": shape.get("mixer_state", width),
-        "other_mixer_parameters": gate,
+        "other_mixer_parameters": more,
     }
 
 
@@ -248,15 +299,31 @@ def _kimi(config, shape, letter):
     if full:
         types = [layer in full for layer in range(1, shape["layers"] + 1)]
         config = config | {"layer_types": types}
-    width = size_of(part, "head_dim", size_of(config, "linear_head_dim", 128))
-    heads = size_of(part, "num_heads", size_of(config, "linear_num_heads", 32))
-    conv = size_of(config, "linear_conv_kernel_dim", 4)
+    width = config.get("linear_head_dim", config.get("head_dim", 128))
+    width = size_of(part, "head_dim", width)
+    heads = config.get("linear_num_heads", shape["heads"])
+    heads = size_of(part, "num_heads", heads)
+    conv = config.get("short_conv_kernel_size", 4)
+    conv = config.get("linear_conv_kernel_dim", conv)
     return _linear(config, shape | {"mixer_heads": heads}, letter) | {
         "mixer_channels": heads * width,
         "mixer_heads": heads,
         "mixer_state": width,
         "mixer_conv": size_of(part, "short_conv_kernel_size", conv),
     }
+
+
+def _bailing(config, shape, letter):
+    """Lightning attention [Ling 2.5], or where there is a convolution Kimi delta
+    attention, with gates of full rank unless it says otherwise [Ling 3].
+    """
+    if config.get("short_conv_kernel_size"):
+        has_latents = config.get("no_kda_lora") is False
+        return _kimi(config, shape, "K" if has_latents else letter)
+    heads = shape["heads"]
+    width = {"head_dim": size_of(config, "head_dim", 128)}
+    sizes = {"mixer_heads": heads, "mixer_groups": heads, "head_gate": False}
+    return sizes | _linear(config, shape | width | sizes, "L")
 
 
 def _letters(types):
@@ -274,16 +341,15 @@ def _mixer(
     channels=None,
 ):
     """Channels of a mixer and its biases; prefix: of the keys of hybrid models."""
-    if channels is None:
-        width = config.get(f"{prefix}expand", 2)
-        if isinstance(width, (int, float)):
-            width *= shape["hidden"]
-        channels = require_int(f"{prefix}expand x width", width)
+    width = config.get(f"{prefix}expand", 2)
+    if isinstance(width, (int, float)):
+        width *= shape["hidden"]
+    channels = require_int(f"{prefix}expand x width", channels or width)
     # what the convolution sees: x, of Mamba-2 B and C too; what the first product
     # gives: gate and that, of Mamba-2 dt of the heads too
     convolved = channels
     outputs = 2 * channels
-    if letter == "M":
+    if "M" in letter:
         groups = 2 * shape["mixer_groups"] * shape["mixer_state"]
         convolved += groups
         outputs += groups + shape["mixer_heads"]
@@ -304,6 +370,8 @@ _STACKS = {
     "mixed": _mixed,
     "linear": _linear,
     "kimi": _kimi,
+    "searched": _searched,
+    "bailing": _bailing,
     "gemma": _gemma,
     "compressed": _compressed,
 }

@@ -58,8 +58,8 @@ class Transformer(LayerFormulas):
     attention_bias: str = "all"  # of all products, of qkv, or none
     qk_norm: bool = False  # rms norms of queries and keys per head
     mlp_bias: bool = True  # of the feed-forward products
-    # attention and feed-forward part side by side, behind one norm; under tp each has
-    # collectives of its own, as in transformers' plans
+    # attention side by side with the feed-forward part, or with a mixer, behind one
+    # norm; under tp each has collectives of its own, as in transformers' plans
     shared_norm: bool = False
     tied: bool = True  # the head is the token table; never for images
     # of the tokens, those that the head predicts; below 1 an encoder with masked tokens,
@@ -125,6 +125,7 @@ class Transformer(LayerFormulas):
     mixer_groups: int = 0  # of its heads, that share B and C
     mixer_conv: int = 0  # tokens that the convolution sees
     mixer_rank: int = 0  # of dt in Mamba-1
+    mixer_norm: bool = True  # of what leaves a mixer of Mamba-2
     # of a mixer, beside products, convolution, A, D and dt: biases, further norms
     other_mixer_parameters: int = 0
 
@@ -247,6 +248,7 @@ class Transformer(LayerFormulas):
             ]
         else:
             matrices = [Matrix("q", self.hidden, queries)]
+        matrices.append(Matrix("gate", self.hidden, self.head_gate * self.heads))
         if latent := self.kv_lora_rank:
             keys_values = self.heads * (self.head_dim + self.v_head_dim)
             matrices += [
@@ -273,7 +275,7 @@ class Transformer(LayerFormulas):
     @property
     def attention_parameters(self) -> int:
         """Parameters of one layer's attention."""
-        queries = self.heads * self.head_dim
+        queries = (1 + self.attention_gate) * self.heads * self.head_dim
         qkv = queries + self.kv_heads * self.key_value_outputs
         bias = {"all": qkv + self.hidden, "qkv": qkv, "none": 0}[self.attention_bias]
         norms = self.qk_norm * 2 * self.head_dim + self.q_lora_rank + self.kv_lora_rank
