@@ -127,19 +127,24 @@ def _trained_part(path, config):
         message = f"{path}: only the image part is read, not the text part"
         warnings.warn(message, stacklevel=4)  # at the user's mm.model
         return part, None
-    text = config.get("text_config")
+    text = config.get("text_config") or config.get("llm_config")
     if not isinstance(text, dict) and not isinstance(seen, dict):
         return config, None
     shared = {name: config[name] for name in _SHARED if name in config}
     part = {"model_type": kind, **shared, **text} if isinstance(text, dict) else config
-    return part, {"model_type": f"{kind}_vision", **(seen or {})}
+    seen = {
+        "model_type": "",
+        "projected": config.get("projector_hidden_size", 4096),
+    } | (seen or {})
+    seen["model_type"] = seen["model_type"] or f"{kind}_vision"
+    return part, seen
 
 
 def _seen(path, config, hidden):
     """Fields of a tower, of one image a sample, with a warning that says so."""
     if config is None:
         return {}
-    is_said = len(config) > 1
+    is_said = len(config) > 2
     result = tower_fields(config["model_type"], config, hidden) if is_said else {}
     message = "only the text part is read, not the vision or audio parts"
     if result:

@@ -63,6 +63,7 @@ def tower_fields(kind: str, config: dict, hidden: int) -> dict:
     pixels = size("frames") * 3 * patch**2  # three colours
     ends = (pixels + size("patch_bias") + positions + size("vectors")) * width
     named = {"hidden": width, "merged": merged * width, "out": hidden}
+    named["projected"] = config.get("projected")
     widths = [named.get(word) or int(word) for word in row["widths"].split()]
     bias = size("projector_bias")
     projector = sum((inputs + bias) * outputs for inputs, outputs in pairwise(widths))
