@@ -13,7 +13,7 @@ from madmax_lib.catalog.refusals import refuse
 class BlockKind(StrEnum):
     """A block of a layer, by its letter in Megatron-Core's hybrid patterns.
 
-    w, c, s, x, m, K, F and L are ours: Megatron-Core has no letter for them. Further
+    w, c, s, r, x, m, K, F and L are ours: Megatron-Core has no letter for them. Further
     capitals are attention, further small letters and digits feed-forward parts, with
     sizes of their own (`Transformer.block_fields`).
 
@@ -26,6 +26,7 @@ class BlockKind(StrEnum):
     WINDOWED = "w", "attention to a window", "window"
     COMPRESSED = "c", "attention to a window and compressed tokens", "window"
     CHOSEN = "s", "attention to a window and chosen compressed tokens", "window"
+    REUSING = "r", "attention to a window, and to keys of another layer", "window"
     CROSS_ATTENTION = "x", "attention to the encoder", "decoder_sequence", "sequence"
     FEED_FORWARD = "-", "feed-forward part", "ffn"
     EXPERTS = "E", "experts", "experts"
@@ -146,9 +147,9 @@ class Blocks(str):
         return any(kind.is_mixer for kind in self.kinds)
 
 
-# attention to a window, and in c and s to compressed tokens [DeepSeek-V4], which may
-# have sizes of its own
-WINDOWED = "wcs"
+# attention to a window, and in c and s to compressed tokens [DeepSeek-V4], in r to keys
+# of another layer [Gemma 4], which may have sizes of its own
+WINDOWED = "wcsr"
 # letters of attention and of feed-forward parts with sizes of their own
 FURTHER = {*ascii_letters, *digits}.difference(BlockKind)
 # fields that describe a stack of usual layers: blocks say it in their own way

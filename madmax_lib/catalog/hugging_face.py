@@ -161,7 +161,7 @@ def _fields(config, rows, where):
     if not isinstance(kind, str) or kind not in by_kind:
         kind = _guessed(config, by_kind, where)
     keys = by_kind[kind] | {}
-    read = {key for key, _ in keys.values()}
+    read = {word for key, _ in keys.values() for word in key.split()}
     keys.pop("harmless", None)
     stack = keys.pop("stack", None)
     if "refused" in keys:
@@ -219,8 +219,7 @@ def _own_sizes(config, read):
     for part in (config.get("per_layer_config") or {}).values():
         for key, size in part.items():
             name = f"own_{key}"
-            is_read = any(name in keys.split() for keys in read)
-            if not is_read or sizes.setdefault(name, size) != size:
+            if name not in read or sizes.setdefault(name, size) != size:
                 raise _UnmodelledError(
                     f"per_layer_config: {key}={short_repr(size)} of some layers is not "
                     "modelled"

@@ -199,17 +199,34 @@ def _check_count(words, layers):
 
 
 def _gemma(config, shape, letter):
-    """Gemma 4, whose experts stand beside the feed-forward part, with three norms, and a
-    scale of what is routed.
+    """Gemma 4: experts stand beside the feed-forward part, with three norms, and a scale
+    of what is routed. The last layers attend to keys of earlier ones (R and r), with a
+    wide feed-forward part; each may have a table of tokens, and behind it a gated part.
     """
     if not config.get("enable_moe_block"):
         shape = shape | {"experts": 0}
     fields = _mixed(config, shape, letter)
+    blocks = fields["blocks"]
+    own = dict(part.split("=") for part in shape["block_fields"].split())
     if shape["experts"]:
-        fields["blocks"] = [word.replace("E", "-E") for word in fields["blocks"]]
+        blocks = [word.replace("E", "-E") for word in blocks]
         norms = shape["other_layer_parameters"]
         fields["other_layer_parameters"] = norms + 3 * shape["hidden"]
-    return fields
+    if reused := size_of(config, "num_kv_shared_layers", 0, least=0):
+        others = {"*": "R", "w": "r"}
+        if config.get("use_double_wide_mlp"):
+            others["-"] = "d"
+            own["d.ffn"] = 2 * shape["ffn"]
+        own |= {f"r{name[1:]}": own[name] for name in own if name.startswith("w")}
+        own |= {"R.reused_keys": 1, "r.reused_keys": 1}
+        last = [word.translate(str.maketrans(others)) for word in blocks[-reused:]]
+        blocks = blocks[:-reused] + last
+    if width := int(own["p.ffn"]):
+        blocks = [word + "p" for word in blocks]
+        rows = size_of(config, "vocab_size_per_layer_input", 262_144)
+        fields["other_parameters"] = width * (rows * len(blocks) + 1)
+    used = [f"{name}={own[name]}" for name in own if name[0] in "".join(blocks)]
+    return fields | {"blocks": blocks, "block_fields": " ".join(used)}
 
 
 def _compressed(config, shape, letter):

@@ -84,6 +84,7 @@ class Transformer(LayerFormulas):
     attention_gate: bool = False  # queries bring a gate of attention's output
     head_gate: bool = False  # or a number per head [Step-3.5-Flash]
     shared_values: bool = False  # keys are values too
+    reused_keys: bool = False  # and values are those of an earlier layer
     # of groups of heads, whose outputs enter a latent of this rank [DeepSeek-V4]
     output_groups: int = 0
     output_rank: int = 0
@@ -278,7 +279,8 @@ class Transformer(LayerFormulas):
         queries = (1 + self.attention_gate) * self.heads * self.head_dim
         qkv = queries + self.kv_heads * self.key_value_outputs
         bias = {"all": qkv + self.hidden, "qkv": qkv, "none": 0}[self.attention_bias]
-        norms = self.qk_norm * 2 * self.head_dim + self.q_lora_rank + self.kv_lora_rank
+        norms = self.qk_norm * (2 - self.reused_keys) * self.head_dim
+        norms += self.q_lora_rank + self.kv_lora_rank
         # of the indexer's keys, with a bias but for compressed ones
         norms += self.index_dim * (1 + (self.compression == 0))
         if self.output_rank:  # of keys and of compressed ones, with biases of positions

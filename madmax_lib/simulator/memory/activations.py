@@ -211,6 +211,7 @@ def _attention_widths(model, blocks):
     q += model.output_groups * model.output_rank + model.compressor_outputs
     q += model.index_heads * model.index_dim / 2
     kv = model.kv_heads * (model.head_dim + model.v_head_dim)
+    kv *= not model.reused_keys  # the layer that they are of keeps them
     # keys and values of the encoder
     longer = model.sequence / model.decoder_sequence if cross_count else 0
     qkv = own_count * (q + kv) + cross_count * (q + longer * kv)
