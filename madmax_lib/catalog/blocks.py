@@ -9,6 +9,9 @@ from string import ascii_letters, digits
 
 from madmax_lib.catalog.refusals import refuse
 
+# of mixers with heads
+_HEADS = ("mixer_channels", "mixer_state", "mixer_heads")
+
 
 class BlockKind(StrEnum):
     """A block of a layer, by its letter in Megatron-Core's hybrid patterns.
@@ -33,9 +36,7 @@ class BlockKind(StrEnum):
     MAMBA_2 = (
         "M",
         "Mamba-2 [arXiv 2405.21060]",
-        "mixer_channels",
-        "mixer_state",
-        "mixer_heads",
+        *_HEADS,
         "mixer_groups",
         "mixer_conv",
     )
@@ -50,34 +51,26 @@ class BlockKind(StrEnum):
     DELTA_NET = (
         "G",
         "gated delta net [arXiv 2412.06464]",
-        "mixer_channels",
-        "mixer_state",
-        "mixer_heads",
+        *_HEADS,
         "mixer_groups",
         "mixer_conv",
     )
     KIMI_DELTA = (
         "K",
         "Kimi delta attention [arXiv 2510.26692]",
-        "mixer_channels",
-        "mixer_state",
-        "mixer_heads",
+        *_HEADS,
         "mixer_conv",
     )
     FULL_KIMI_DELTA = (
         "F",
         "Kimi delta attention with gates of full rank [Ling 3]",
-        "mixer_channels",
-        "mixer_state",
-        "mixer_heads",
+        *_HEADS,
         "mixer_conv",
     )
     LIGHTNING = (
         "L",
         "lightning attention [arXiv 2501.08313]",
-        "mixer_channels",
-        "mixer_state",
-        "mixer_heads",
+        *_HEADS,
         "mixer_groups",
     )
 
@@ -127,9 +120,9 @@ class Blocks(str):
         return any(kind.usual == BlockKind.ATTENTION for kind in self.kinds)
 
     @property
-    def windowed(self) -> BlockKind | None:
-        """The block that attends to a window, None without one."""
-        return next((kind for kind in self.kinds if kind in WINDOWED), None)
+    def windowed(self) -> bool:
+        """Whether a block attends to a window."""
+        return any(letter in WINDOWED for letter in self)
 
     @property
     def has_cross_attention(self) -> bool:
@@ -183,7 +176,7 @@ def check_blocks(model) -> None:
                 f"{model.name}: blocks have {letter!r}, which is none of "
                 f"{' '.join(BlockKind)}"
             )
-    for kind in map(BlockKind, letters):
+        kind = BlockKind(letter)
         for size in kind.sizes:
             if not getattr(model, size):
                 raise ValueError(

@@ -16,6 +16,7 @@ import pandas as pd
 
 from madmax_lib.base.fields import parse_fields, require_int, short_repr
 from madmax_lib.catalog.hugging_face_stacks import (
+    WORDS,
     of_mamba_ssm,
     size_of,
     stacked,
@@ -40,28 +41,9 @@ class _Terms:
 
 
 # values of keys with which all layers are of one kind
-_UNIFORM = {
-    "decoder_sparse_step": [1],
-    "mlp_only_layers": [[]],
-    "use_sliding_window": [False],
-    "moe_layer_freq": [1],
-    "interleave_moe_layer_step": [1],
-    "hidden_size_per_layer_input": [0],
-    "num_kv_shared_layers": [0],
-    "qk_layernorm": [False],
-    "num_channels": [3],
-    "add_cross_attention": [False],
-    "attention_out_bias": [False],
-    "projectors_bias": [False],
-}
+_UNIFORM = WORDS["uniform"]
 # keys of a size, whatever the kind
-_SIZES = {
-    "layers": "num_hidden_layers num_layers n_layer",
-    "hidden": "hidden_size d_model n_embd",
-    "heads": "num_attention_heads num_heads n_head",
-    "ffn": "intermediate_size d_ff",
-    "vocab": "vocab_size",
-}
+_SIZES = WORDS["sizes"]
 # keys of a whole model that its text part has too
 _SHARED = ("tie_word_embeddings",)
 # channels that no model has: a slip of the pen
@@ -132,11 +114,9 @@ def _trained_part(path, config):
         return config, None
     shared = {name: config[name] for name in _SHARED if name in config}
     part = {"model_type": kind, **shared, **text} if isinstance(text, dict) else config
-    seen = {
-        "model_type": "",
-        "projected": config.get("projector_hidden_size", 4096),
-    } | (seen or {})
-    seen["model_type"] = seen["model_type"] or f"{kind}_vision"
+    projected = config.get("projector_hidden_size", 4096)
+    seen = {"projected": projected} | (seen or {})
+    seen["model_type"] = seen.get("model_type") or f"{kind}_vision"
     return part, seen
 
 
@@ -164,6 +144,8 @@ def _fields(config, rows, where):
     read = {word for key, _ in keys.values() for word in key.split()}
     keys.pop("harmless", None)
     stack = keys.pop("stack", None)
+    if lack := keys.pop("lacking", None):
+        warnings.warn(f"{where}: {lack[1]}", stacklevel=4)  # at the user's mm.model
     if "refused" in keys:
         nearest, reason = keys["refused"]
         raise _UnmodelledError(
@@ -201,6 +183,8 @@ def _fields(config, rows, where):
         shape["image"] -= shape["image"] % shape["patch"]
     bias = shape.get("attention_bias", "all")  # of several models a flag
     shape["attention_bias"] = {"1": "all", "0": "none"}.get(bias, bias)
+    if shape.get("kv_lora_rank") and shape["attention_bias"] == "all":
+        raise _UnmodelledError("attention_bias: biases of latents are not modelled")
     if not stack:
         every = _full_every(config, shape.get("full_every", 0))
         shape["full_every"] = every if shape.get("window") else 0
@@ -214,7 +198,7 @@ def _fields(config, rows, where):
 
 
 def _own_sizes(config, read):
-    """Sizes of some layers alone, under names that begin with own_."""
+    """Sizes of some layers alone, under names that begin with own_ or linear_."""
     sizes = {}
     for part in (config.get("per_layer_config") or {}).values():
         for key, size in part.items():
@@ -224,15 +208,16 @@ def _own_sizes(config, read):
                     f"per_layer_config: {key}={short_repr(size)} of some layers is not "
                     "modelled"
                 )
-    others = config.get("attention_other_setting") or {}
-    return sizes | {f"own_{key}": size for key, size in others.items()}
+    parts = {"own": "attention_other_setting", "linear": "linear_attn_config"}
+    for prefix, part in parts.items():
+        others = config.get(part) or {}
+        sizes |= {f"{prefix}_{key}": size for key, size in others.items()}
+    return sizes
 
 
 def _dense_layers(config):
     """Number of the first layers that are dense, where a list says which are."""
-    if mixtures := config.get(
-        "moe_layers_enum"
-    ):  # numbers of layers, as a text or list
+    if mixtures := config.get("moe_layers_enum"):  # numbers in a text or a list
         numbers = str(mixtures).strip("[]").replace(" ", "").split(",")
         layers = range(size_of(config, "num_hidden_layers"))
         listed = [int(str(layer) in numbers) for layer in layers]
@@ -365,7 +350,6 @@ def _fields_without_key(kind, config, shape):
     transformers].
     """
     hidden = shape["hidden"]
-    has_bias = shape["attention_bias"] == "all"
     if kind == "falcon":  # of Falcon-40B's kind two norms and some heads of keys
         is_new = bool(config.get("new_decoder_architecture"))
         norms = config.get("num_ln_in_parallel_attn") or 1 + is_new
@@ -388,11 +372,6 @@ def _fields_without_key(kind, config, shape):
         feed_forward = (2 * hidden + 1) * shape["ffn"] + hidden
         pooling = attention + 2 * hidden + feed_forward
         return {"other_parameters": pooling - 2 * hidden}
-    if shape.get("kv_lora_rank") and has_bias:
-        # biases of the products down to latents and of the last
-        latents = shape.get("q_lora_rank", 0) + shape["kv_lora_rank"]
-        biases = latents + shape["rope_head_dim"] + hidden
-        return {"attention_bias": "none", "other_layer_parameters": biases}
     return {}
 
 

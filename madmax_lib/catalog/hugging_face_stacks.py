@@ -5,29 +5,17 @@ Read as the classes of transformers 5.23 build them; T5's head as those of trans
 4.
 """
 
+import json
 from collections import Counter
 from pathlib import Path
 
 from madmax_lib.base.fields import require_int, short_repr
 from madmax_lib.catalog.blocks import FURTHER, OF_USUAL_STACKS, BlockKind
+from madmax_lib.catalog.data_files import data_file
 
-# words for attention to all tokens: those of lists of layers, or 1 beside 0
-_FULL = ("full_attention", 1, True)
-# blocks by words of lists of layers, and by tokens that become one
-_LAYER_TYPES = {
-    "mamba": "M",
-    "linear_attention": "M",
-    "attention": "*",
-    "full_attention": "*",
-    "moe": "E",
-    "mlp": "-",
-    "sliding_attention": "w",
-    "compressed_sparse_attention": "s",
-    "heavily_compressed_attention": "c",
-    0: "w",
-    4: "s",
-    128: "c",
-}
+# blocks by words of lists of layers, and by tokens that become one; keys of sizes, and
+# values of keys with which all layers are of one kind
+WORDS = json.loads(data_file("hugging_face_words.json").read_text())
 
 
 def size_of(config: dict, key: str, usual: int | None = None, *, least: int = 1) -> int:
@@ -49,6 +37,9 @@ def stacked(letter: str, stack: str, config: dict, shape: dict) -> dict:
         if count % period == 0 and layers == layers[:period] * (count // period):
             break
     fields |= {"layers": count, "blocks": " ".join(layers[:period])}
+    parts = (shape | fields)["block_fields"].split()
+    used = [part for part in parts if part[0] in fields["blocks"]]
+    fields["block_fields"] = " ".join(used)
     if "E" not in fields["blocks"]:
         fields |= {"experts": 0, "active_experts": 0, "shared_experts": 0}
     return fields
@@ -68,24 +59,15 @@ def of_mamba_ssm(path: Path, config: dict) -> dict:
     multiple = size_of(config, "pad_vocab_size_multiple", 8)
     vocab = require_int(f"{path}: vocab_size", config.get("vocab_size"), 1)
     hidden = require_int(f"{path}: d_model", config.get("d_model"), 1)
+    channels = size_of(mixer, "expand", 2) * hidden
     sizes = {
-        "model_type": "mamba",
-        "hidden_size": hidden,
-        "num_hidden_layers": config.get("n_layer"),
-        "state_size": mixer.get("d_state"),
+        "model_type": "mamba2" if mixer.get("layer") == "Mamba2" else "mamba",
         "vocab_size": -(-vocab // multiple) * multiple,
         "tie_word_embeddings": config.get("tie_embeddings", True),
-        "expand": mixer.get("expand", 2),
-        "conv_kernel": mixer.get("d_conv"),
+        "num_heads": channels // size_of(mixer, "headdim", 64),
+        "n_groups": mixer.get("ngroups", 1),
     }
-    if mixer.get("layer") == "Mamba2":
-        channels = size_of(sizes, "expand") * hidden
-        sizes |= {
-            "model_type": "mamba2",
-            "num_heads": channels // size_of(mixer, "headdim", 64),
-            "n_groups": mixer.get("ngroups", 1),
-        }
-    return sizes
+    return config | mixer | sizes
 
 
 def _encoder_decoder(config, shape, usual):
@@ -148,15 +130,12 @@ def _granite(config, shape, letter):
     """After each mixer or attention experts, where there are any, with a shared one of
     a multiple of their width.
     """
-    types = config.get("layer_types") or config.get("layers_block_type")
-    second = "E" if shape["experts"] else "-"
-    first = _letters(types or ["mamba"] * shape["layers"])
-    rope = "rope" if config.get("position_embedding_type") == "rope" else "none"
-    fields = {
-        "blocks": [letter + second for letter in first],
-        "positions": rope,
+    rope = config.get("position_embedding_type") == "rope"
+    return {
+        **_mixed(config, shape, letter),
+        **_mixer(config, shape, letter, "mamba_"),
+        "positions": "rope" if rope else "none",
     }
-    return fields | _mixer(config, shape, letter, "mamba_")
 
 
 def _nemotron(config, shape, letter):
@@ -177,13 +156,16 @@ def _mixed(config, shape, letter):
     feed-forward part or experts.
     """
     count = shape["layers"]
-    types = config.get("layer_types") or config.get("attn_type_list")
+    lists = ("layer_types", "layers_block_type", "attn_type_list")
+    types = next((config[key] for key in lists if config.get(key)), None)
     types = types or [not near for near in config.get("hybrid_layer_pattern", [])]
+    if full := config.get("linear_full_attn_layers"):  # their numbers, from 1
+        types = [layer + 1 in full for layer in range(count)]
     if not types:
         every = require_int("full_every", shape["full_every"], 1)
         types = [(layer + 1) % every == 0 for layer in range(count)]
     _check_count(types, count)
-    first = ["*" if word in _FULL else letter for word in types]
+    first = [word if word == "*" else letter for word in _letters(types)]
     dense = shape.get("dense_layers", 0) if shape["experts"] else count
     blocks = [
         block + ("-" if layer < dense else "E")
@@ -205,28 +187,41 @@ def _gemma(config, shape, letter):
     """
     if not config.get("enable_moe_block"):
         shape = shape | {"experts": 0}
-    fields = _mixed(config, shape, letter)
+    fields = _mixed(config, shape, letter[0])
     blocks = fields["blocks"]
-    own = dict(part.split("=") for part in shape["block_fields"].split())
     if shape["experts"]:
         blocks = [word.replace("E", "-E") for word in blocks]
         norms = shape["other_layer_parameters"]
         fields["other_layer_parameters"] = norms + 3 * shape["hidden"]
     if reused := size_of(config, "num_kv_shared_layers", 0, least=0):
-        others = {"*": "R", "w": "r"}
-        if config.get("use_double_wide_mlp"):
-            others["-"] = "d"
-            own["d.ffn"] = 2 * shape["ffn"]
-        own |= {f"r{name[1:]}": own[name] for name in own if name.startswith("w")}
-        own |= {"R.reused_keys": 1, "r.reused_keys": 1}
-        last = [word.translate(str.maketrans(others)) for word in blocks[-reused:]]
-        blocks = blocks[:-reused] + last
-    if width := int(own["p.ffn"]):
-        blocks = [word + "p" for word in blocks]
+        wide = "d" if config.get("use_double_wide_mlp") else "-"
+        others = str.maketrans("*w-", f"Rr{wide}")
+        blocks[-reused:] = [word.translate(others) for word in blocks[-reused:]]
+        fields["block_fields"] = f"{shape['block_fields']} d.ffn={2 * shape['ffn']}"
+    usual = 256 * ("p" in letter)
+    if width := size_of(config, "hidden_size_per_layer_input", usual, least=0):
+        blocks = [word + letter[1:] for word in blocks]
         rows = size_of(config, "vocab_size_per_layer_input", 262_144)
         fields["other_parameters"] = width * (rows * len(blocks) + 1)
-    used = [f"{name}={own[name]}" for name in own if name[0] in "".join(blocks)]
-    return fields | {"blocks": blocks, "block_fields": " ".join(used)}
+    return fields | {"blocks": blocks}
+
+
+def _gemma_3n(config, shape, letter):
+    """Gemma 3n: beside that of Gemma 4 a learned residual (l), and AltUp: router, norm,
+    scale and coefficients of a layer, and products of further streams at both ends (u).
+    """
+    config = {"num_kv_shared_layers": 15} | config
+    fields = shape | _gemma(config, shape, letter)
+    n = size_of(config, "altup_num_inputs", 4)
+    hidden = shape["hidden"]
+    coefficients = (n + 2) * hidden + n**2 * (n + 1)
+    fields["blocks"][-1] += "u"
+    return fields | {
+        "block_fields": f"{fields['block_fields']} u.ffn={(n - 1) * hidden} u.gated=0",
+        "other_layer_parameters": shape["other_layer_parameters"] + coefficients,
+        # that block has no norm
+        "other_parameters": fields["other_parameters"] - hidden,
+    }
 
 
 def _compressed(config, shape, letter):
@@ -256,7 +251,7 @@ def _searched(config, shape, letter):
     kv_heads, widths = zip(*layers, strict=True)
     attentions = _letters_of(kv_heads, BlockKind.ATTENTION)
     parts = _letters_of(widths, BlockKind.FEED_FORWARD)
-    further = [
+    fields = [
         f"{letter}.{field}={size}"
         for field, letters in (("kv_heads", attentions), ("ffn", parts))
         for size, letter in letters.items()
@@ -266,7 +261,7 @@ def _searched(config, shape, letter):
     return {
         # what is left without any is no layer
         "blocks": [block for block in blocks if block],
-        "block_fields": " ".join(further),
+        "block_fields": " ".join(fields),
         "kv_heads": next(iter(attentions)),
         "ffn": next(iter(parts)),
     }
@@ -289,44 +284,24 @@ def _searched_layer(entry, shape):
 
 def _letters_of(sizes, kind):
     """Letter of each size: of the commonest that of its kind, of 0 none."""
-    further = sorted(letter for letter in FURTHER if BlockKind(letter) == kind)
+    others = sorted(letter for letter in FURTHER if BlockKind(letter) == kind)
     common = [size for size, _ in Counter(sizes).most_common() if size]
-    return dict(zip(common, [kind, *further], strict=False)) | {0: ""}
+    return dict(zip(common, [kind, *others], strict=False)) | {0: ""}
 
 
 def _linear(config, shape, letter):
     """A mixer, or attention, and a feed-forward part or experts."""
     width = shape.get("head_dim") or shape["hidden"] // shape["heads"]
+    state = shape.get("mixer_state", width)
     # of a delta net with widths of keys and of values
-    values = size_of(config, "linear_value_head_dim", 128) if letter == "G" else width
+    values = size_of(config, "linear_value_head_dim", 128) if letter == "G" else state
     # the gate of a shared expert stands in every layer; norms of queries and keys
     more = shape.get("other_layer_parameters", 0)
-    more += 2 * width * (letter == "L" and shape.get("qk_norm", False))
+    more += 2 * state * (letter == "L" and shape.get("qk_norm", False))
     return _mixed(config, shape, letter) | {
         "mixer_channels": shape["mixer_heads"] * values,
-        "mixer_state": shape.get("mixer_state", width),
+        "mixer_state": state,
         "other_mixer_parameters": more,
-    }
-
-
-def _kimi(config, shape, letter):
-    """Lists of layers, counted from 1, and sizes stand in a part of their own."""
-    part = config.get("linear_attn_config") or {}
-    full = part.get("full_attn_layers")
-    if full:
-        types = [layer in full for layer in range(1, shape["layers"] + 1)]
-        config = config | {"layer_types": types}
-    width = config.get("linear_head_dim", config.get("head_dim", 128))
-    width = size_of(part, "head_dim", width)
-    heads = config.get("linear_num_heads", shape["heads"])
-    heads = size_of(part, "num_heads", heads)
-    conv = config.get("short_conv_kernel_size", 4)
-    conv = config.get("linear_conv_kernel_dim", conv)
-    return _linear(config, shape | {"mixer_heads": heads}, letter) | {
-        "mixer_channels": heads * width,
-        "mixer_heads": heads,
-        "mixer_state": width,
-        "mixer_conv": size_of(part, "short_conv_kernel_size", conv),
     }
 
 
@@ -334,18 +309,18 @@ def _bailing(config, shape, letter):
     """Lightning attention [Ling 2.5], or where there is a convolution Kimi delta
     attention, with gates of full rank unless it says otherwise [Ling 3].
     """
-    if config.get("short_conv_kernel_size"):
-        has_latents = config.get("no_kda_lora") is False
-        return _kimi(config, shape, "K" if has_latents else letter)
-    heads = shape["heads"]
-    width = {"head_dim": size_of(config, "head_dim", 128)}
-    sizes = {"mixer_heads": heads, "mixer_groups": heads, "head_gate": False}
-    return sizes | _linear(config, shape | width | sizes, "L")
+    sizes = {}
+    if not config.get("short_conv_kernel_size"):
+        sizes = {"mixer_groups": shape["heads"], "head_gate": False}
+        letter = "L"
+    elif config.get("no_kda_lora") is False:
+        letter = "K"
+    return sizes | _linear(config, shape | sizes, letter)
 
 
 def _letters(types):
     try:
-        return [_LAYER_TYPES[name] for name in types]
+        return [WORDS["layers"][str(name)] for name in types]
     except (KeyError, TypeError) as error:
         raise ValueError(f"layer_types: {error} is not modelled") from None
 
@@ -386,9 +361,9 @@ _STACKS = {
     "nemotron": _nemotron,
     "mixed": _mixed,
     "linear": _linear,
-    "kimi": _kimi,
     "searched": _searched,
     "bailing": _bailing,
     "gemma": _gemma,
+    "gemma-3n": _gemma_3n,
     "compressed": _compressed,
 }

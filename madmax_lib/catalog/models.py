@@ -205,8 +205,8 @@ class Transformer(LayerFormulas):
     @property
     def tp_heads(self) -> int:
         """Heads that the tp ranks share out, in layers of any attention."""
-        models = self.variants.values()
-        return gcd(self.output_groups, self.heads, *(model.heads for model in models))
+        heads = (model.heads for model in self.variants.values())
+        return gcd(self.output_groups, self.heads, *heads)
 
     @property
     def moe_layers(self) -> int:
@@ -276,8 +276,8 @@ class Transformer(LayerFormulas):
     @property
     def attention_parameters(self) -> int:
         """Parameters of one layer's attention."""
-        queries = (1 + self.attention_gate) * self.heads * self.head_dim
-        qkv = queries + self.kv_heads * self.key_value_outputs
+        qkv = (1 + self.attention_gate) * self.heads * self.head_dim
+        qkv += self.kv_heads * self.key_value_outputs
         bias = {"all": qkv + self.hidden, "qkv": qkv, "none": 0}[self.attention_bias]
         norms = self.qk_norm * (2 - self.reused_keys) * self.head_dim
         norms += self.q_lora_rank + self.kv_lora_rank

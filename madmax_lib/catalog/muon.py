@@ -32,9 +32,10 @@ def muon_flops(model: Transformer) -> float:
 
 def _matrices(model, block) -> Iterator[tuple[int, int, int]]:
     """Inputs, outputs and number of the matrices of a block."""
-    attends = block in (BlockKind.ATTENTION, BlockKind.CROSS_ATTENTION)
-    matrices = model.attention_matrices if attends else ()
-    if block.is_mixer:
+    matrices = ()
+    if block in (BlockKind.ATTENTION, BlockKind.CROSS_ATTENTION):
+        matrices = model.attention_matrices
+    elif block.is_mixer:
         matrices = mixer_matrices(model, block)
     for matrix in matrices:
         yield matrix.inputs, matrix.outputs, 1
