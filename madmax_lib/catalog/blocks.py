@@ -5,14 +5,23 @@ each, T5's decoder has "*x-".
 """
 
 from enum import StrEnum
+from string import ascii_letters, digits
 
 from madmax_lib.catalog.refusals import refuse
+
+# of mixers with heads
+_HEADS = ("mixer_channels", "mixer_state", "mixer_heads")
 
 
 class BlockKind(StrEnum):
     """A block of a layer, by its letter in Megatron-Core's hybrid patterns.
 
-    w, c, s, x, m, K and L are ours: Megatron-Core has no letter for them.
+    w, c, s, r, x, m, K, F and L are ours: Megatron-Core has no letter for them. Further
+    capitals are attention, further small letters and digits feed-forward parts, with
+    sizes of their own (`Transformer.block_fields`).
+
+    >>> [BlockKind(letter).name for letter in "*A-7"]
+    ['ATTENTION', 'ATTENTION', 'FEED_FORWARD', 'FEED_FORWARD']
     """
 
     # letter, what it is, and the fields of a model that it needs
@@ -20,15 +29,14 @@ class BlockKind(StrEnum):
     WINDOWED = "w", "attention to a window", "window"
     COMPRESSED = "c", "attention to a window and compressed tokens", "window"
     CHOSEN = "s", "attention to a window and chosen compressed tokens", "window"
+    REUSING = "r", "attention to a window, and to keys of another layer", "window"
     CROSS_ATTENTION = "x", "attention to the encoder", "decoder_sequence", "sequence"
     FEED_FORWARD = "-", "feed-forward part", "ffn"
     EXPERTS = "E", "experts", "experts"
     MAMBA_2 = (
         "M",
         "Mamba-2 [arXiv 2405.21060]",
-        "mixer_channels",
-        "mixer_state",
-        "mixer_heads",
+        *_HEADS,
         "mixer_groups",
         "mixer_conv",
     )
@@ -43,26 +51,26 @@ class BlockKind(StrEnum):
     DELTA_NET = (
         "G",
         "gated delta net [arXiv 2412.06464]",
-        "mixer_channels",
-        "mixer_state",
-        "mixer_heads",
+        *_HEADS,
         "mixer_groups",
         "mixer_conv",
     )
     KIMI_DELTA = (
         "K",
         "Kimi delta attention [arXiv 2510.26692]",
-        "mixer_channels",
-        "mixer_state",
-        "mixer_heads",
+        *_HEADS,
+        "mixer_conv",
+    )
+    FULL_KIMI_DELTA = (
+        "F",
+        "Kimi delta attention with gates of full rank [Ling 3]",
+        *_HEADS,
         "mixer_conv",
     )
     LIGHTNING = (
         "L",
         "lightning attention [arXiv 2501.08313]",
-        "mixer_channels",
-        "mixer_state",
-        "mixer_heads",
+        *_HEADS,
         "mixer_groups",
     )
 
@@ -73,6 +81,17 @@ class BlockKind(StrEnum):
         kind.label = label
         kind.sizes = sizes
         return kind
+
+    @classmethod
+    def _missing_(cls, letter):
+        if letter in FURTHER:
+            return cls.ATTENTION if letter.isupper() else cls.FEED_FORWARD
+        return None
+
+    @property
+    def usual(self) -> "BlockKind":
+        """Attention in place of one that attends to a window; else the kind itself."""
+        return BlockKind.ATTENTION if self in WINDOWED else self
 
     @property
     def is_mixer(self) -> bool:
@@ -98,12 +117,12 @@ class Blocks(str):
     @property
     def has_attention(self) -> bool:
         """Whether a block has attention of tokens to each other."""
-        return BlockKind.ATTENTION in self or bool(self.windowed)
+        return any(kind.usual == BlockKind.ATTENTION for kind in self.kinds)
 
     @property
-    def windowed(self) -> BlockKind | None:
-        """The block that attends to a window, None without one."""
-        return next((kind for kind in self.kinds if kind in WINDOWED), None)
+    def windowed(self) -> bool:
+        """Whether a block attends to a window."""
+        return any(letter in WINDOWED for letter in self)
 
     @property
     def has_cross_attention(self) -> bool:
@@ -121,9 +140,11 @@ class Blocks(str):
         return any(kind.is_mixer for kind in self.kinds)
 
 
-# attention to a window, and in c and s to compressed tokens [DeepSeek-V4], which may
-# have sizes of its own
-WINDOWED = "wcs"
+# attention to a window, and in c and s to compressed tokens [DeepSeek-V4], in r to keys
+# of another layer [Gemma 4], which may have sizes of its own
+WINDOWED = "wcsr"
+# letters of attention and of feed-forward parts with sizes of their own
+FURTHER = {*ascii_letters, *digits}.difference(BlockKind)
 # fields that describe a stack of usual layers: blocks say it in their own way
 OF_USUAL_STACKS = ("dense_layers", "moe_every", "full_every", "image")
 
@@ -132,11 +153,14 @@ def check_blocks(model) -> None:
     """Raises ValueError for blocks of a model that are none, or lack a size."""
     if (model.decoder_sequence > 0) != (BlockKind.CROSS_ATTENTION in model.blocks):
         refuse(model, "decoder_sequence", "and blocks with x belong together")
+    stated = {*BlockKind}
     for part in model.block_fields.split():
         name, _, size = part.partition("=")
         block, _, field = name.partition(".")
-        if block not in WINDOWED or not hasattr(model, field) or not size.isdecimal():
+        is_block = block in {*WINDOWED, *FURTHER}
+        if not (is_block and hasattr(model, field) and size.isdecimal()):
             refuse(model, "block_fields", f"is not made of such as w.heads=8: {part}")
+        stated.add(block)
     if not model.blocks:
         return
     words = model.blocks.split()
@@ -147,12 +171,12 @@ def check_blocks(model) -> None:
         )
     letters = dict.fromkeys("".join(words))
     for letter in letters:
-        if letter not in {*BlockKind}:
+        if letter not in stated:
             raise ValueError(
                 f"{model.name}: blocks have {letter!r}, which is none of "
                 f"{' '.join(BlockKind)}"
             )
-    for kind in map(BlockKind, letters):
+        kind = BlockKind(letter)
         for size in kind.sizes:
             if not getattr(model, size):
                 raise ValueError(

@@ -16,6 +16,7 @@ import pandas as pd
 
 from madmax_lib.base.fields import parse_fields, require_int, short_repr
 from madmax_lib.catalog.hugging_face_stacks import (
+    WORDS,
     of_mamba_ssm,
     size_of,
     stacked,
@@ -40,24 +41,9 @@ class _Terms:
 
 
 # values of keys with which all layers are of one kind
-_UNIFORM = {
-    "decoder_sparse_step": [1],
-    "mlp_only_layers": [[]],
-    "use_sliding_window": [False],
-    "moe_layer_freq": [1],
-    "interleave_moe_layer_step": [1],
-    "hidden_size_per_layer_input": [0],
-    "num_kv_shared_layers": [0],
-    "qk_layernorm": [False],
-}
+_UNIFORM = WORDS["uniform"]
 # keys of a size, whatever the kind
-_SIZES = {
-    "layers": "num_hidden_layers num_layers n_layer",
-    "hidden": "hidden_size d_model n_embd",
-    "heads": "num_attention_heads num_heads n_head",
-    "ffn": "intermediate_size d_ff",
-    "vocab": "vocab_size",
-}
+_SIZES = WORDS["sizes"]
 # keys of a whole model that its text part has too
 _SHARED = ("tie_word_embeddings",)
 # channels that no model has: a slip of the pen
@@ -97,16 +83,11 @@ def read_config(path: Path, rows: pd.DataFrame) -> Transformer:
         config = of_mamba_ssm(path, config)
     config, seen = _trained_part(path, config)
     try:
-        parts = config.get("per_layer_config") or {
-            "": config.get("attention_other_setting")
-        }
-        for part in parts.values():  # sizes of some layers alone
-            config |= {f"own_{key}": size for key, size in (part or {}).items()}
         fields = _fields(config, rows, str(path))
         return Transformer(name, **fields | _seen(path, seen, fields["hidden"]))
     except _UnmodelledError as error:
         raise ValueError(f"{path}: {error}; {_nearest_call(config)}") from None
-    except (AttributeError, TypeError) as error:  # a number in place of a list
+    except (AttributeError, KeyError, TypeError) as error:  # a number for a list
         raise ValueError(
             f"{path}: a value is not of the kind that its key has ({error})"
         ) from None
@@ -128,19 +109,22 @@ def _trained_part(path, config):
         message = f"{path}: only the image part is read, not the text part"
         warnings.warn(message, stacklevel=4)  # at the user's mm.model
         return part, None
-    text = config.get("text_config")
+    text = config.get("text_config") or config.get("llm_config")
     if not isinstance(text, dict) and not isinstance(seen, dict):
         return config, None
     shared = {name: config[name] for name in _SHARED if name in config}
     part = {"model_type": kind, **shared, **text} if isinstance(text, dict) else config
-    return part, {"model_type": f"{kind}_vision", **(seen or {})}
+    projected = config.get("projector_hidden_size", 4096)
+    seen = {"projected": projected} | (seen or {})
+    seen["model_type"] = seen.get("model_type") or f"{kind}_vision"
+    return part, seen
 
 
 def _seen(path, config, hidden):
     """Fields of a tower, of one image a sample, with a warning that says so."""
     if config is None:
         return {}
-    is_said = len(config) > 1
+    is_said = len(config) > 2
     result = tower_fields(config["model_type"], config, hidden) if is_said else {}
     message = "only the text part is read, not the vision or audio parts"
     if result:
@@ -157,9 +141,11 @@ def _fields(config, rows, where):
     if not isinstance(kind, str) or kind not in by_kind:
         kind = _guessed(config, by_kind, where)
     keys = by_kind[kind] | {}
-    read = {key for key, _ in keys.values()}
+    read = {word for key, _ in keys.values() for word in key.split()}
     keys.pop("harmless", None)
     stack = keys.pop("stack", None)
+    if lack := keys.pop("lacking", None):
+        warnings.warn(f"{where}: {lack[1]}", stacklevel=4)  # at the user's mm.model
     if "refused" in keys:
         nearest, reason = keys["refused"]
         raise _UnmodelledError(
@@ -172,6 +158,7 @@ def _fields(config, rows, where):
                 f"{key}={config[key]!r}: layers of several kinds, or with tables of their "
                 "own, are not modelled"
             )
+    config = config | _own_sizes(config, read)
     texts = {field: _value(where, config, *of) for field, of in keys.items()}
     pattern = texts.get("full_every", "")
     if pattern.strip("L") == "G":  # local layers and a global one, such as LLLG
@@ -196,6 +183,8 @@ def _fields(config, rows, where):
         shape["image"] -= shape["image"] % shape["patch"]
     bias = shape.get("attention_bias", "all")  # of several models a flag
     shape["attention_bias"] = {"1": "all", "0": "none"}.get(bias, bias)
+    if shape.get("kv_lora_rank") and shape["attention_bias"] == "all":
+        raise _UnmodelledError("attention_bias: biases of latents are not modelled")
     if not stack:
         every = _full_every(config, shape.get("full_every", 0))
         shape["full_every"] = every if shape.get("window") else 0
@@ -208,8 +197,31 @@ def _fields(config, rows, where):
         raise _UnmodelledError(str(error)) from None
 
 
+def _own_sizes(config, read):
+    """Sizes of some layers alone, under names that begin with own_ or linear_."""
+    sizes = {}
+    for part in (config.get("per_layer_config") or {}).values():
+        for key, size in part.items():
+            name = f"own_{key}"
+            if name not in read or sizes.setdefault(name, size) != size:
+                raise _UnmodelledError(
+                    f"per_layer_config: {key}={short_repr(size)} of some layers is not "
+                    "modelled"
+                )
+    parts = {"own": "attention_other_setting", "linear": "linear_attn_config"}
+    for prefix, part in parts.items():
+        others = config.get(part) or {}
+        sizes |= {f"{prefix}_{key}": size for key, size in others.items()}
+    return sizes
+
+
 def _dense_layers(config):
     """Number of the first layers that are dense, where a list says which are."""
+    if mixtures := config.get("moe_layers_enum"):  # numbers in a text or a list
+        numbers = str(mixtures).strip("[]").replace(" ", "").split(",")
+        layers = range(size_of(config, "num_hidden_layers"))
+        listed = [int(str(layer) in numbers) for layer in layers]
+        config = {"moe_layer_freq": listed} | config
     for key in ("mlp_layer_types", "moe_layer_freq"):
         types = config.get(key)
         if not isinstance(types, list) or not types:
@@ -338,7 +350,6 @@ def _fields_without_key(kind, config, shape):
     transformers].
     """
     hidden = shape["hidden"]
-    has_bias = shape["attention_bias"] == "all"
     if kind == "falcon":  # of Falcon-40B's kind two norms and some heads of keys
         is_new = bool(config.get("new_decoder_architecture"))
         norms = config.get("num_ln_in_parallel_attn") or 1 + is_new
@@ -361,11 +372,6 @@ def _fields_without_key(kind, config, shape):
         feed_forward = (2 * hidden + 1) * shape["ffn"] + hidden
         pooling = attention + 2 * hidden + feed_forward
         return {"other_parameters": pooling - 2 * hidden}
-    if shape.get("kv_lora_rank") and has_bias:
-        # biases of the products down to latents and of the last
-        latents = shape.get("q_lora_rank", 0) + shape["kv_lora_rank"]
-        biases = latents + shape["rope_head_dim"] + hidden
-        return {"attention_bias": "none", "other_layer_parameters": biases}
     return {}
 
 

@@ -44,25 +44,27 @@ def tower_fields(kind: str, config: dict, hidden: int) -> dict:
     positions = patches if row["positions"] == "grid" else size("positions")
     merged = size("merge") ** 2
     more = size("more_projectors")
-    has_bias = bool(size("bias"))
+    has_bias = size("bias")
     tower = Transformer(
         f"{kind} tower",
-        layers=size("layers"),
         hidden=width,
-        heads=size("heads"),
-        ffn=size("ffn"),
         sequence=patches,
         image=image,
         patch=patch,
-        gated=bool(size("gated")),
         norm=row["norm"],
         positions="none",
         attention_bias="all" if has_bias else "none",
         mlp_bias=has_bias,
+        **{name: size(name) for name in ("layers", "heads", "ffn", "gated")},
     )
     pixels = size("frames") * 3 * patch**2  # three colours
     ends = (pixels + size("patch_bias") + positions + size("vectors")) * width
-    named = {"hidden": width, "merged": merged * width, "out": hidden}
+    named = {
+        "hidden": width,
+        "merged": merged * width,
+        "projected": config["projected"],
+        "out": hidden,
+    }
     widths = [named.get(word) or int(word) for word in row["widths"].split()]
     bias = size("projector_bias")
     projector = sum((inputs + bias) * outputs for inputs, outputs in pairwise(widths))

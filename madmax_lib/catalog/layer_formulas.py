@@ -23,7 +23,8 @@ class LayerFormulas:
         """Channels that the product for queries, keys and values gives per head of the
         latter two.
         """
-        return self.head_dim + self.v_head_dim * (1 - self.shared_values)
+        outputs = self.head_dim + self.v_head_dim * (1 - self.shared_values)
+        return outputs * (1 - self.reused_keys)
 
     @property
     def router_parameters(self):

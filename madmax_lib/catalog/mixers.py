@@ -88,7 +88,8 @@ def mixer_parameters(model, block: BlockKind) -> int:
     products = sum(matrix.parameters for matrix in mixer_matrices(model, block))
     convolution = model.mixer_conv * convolved_channels(model, block)
     vectors = _part(model, block, "vectors") + model.other_mixer_parameters
-    return products + convolution + vectors
+    without_norm = block == BlockKind.MAMBA_2 and not model.mixer_norm
+    return products + convolution + vectors - without_norm * model.mixer_channels
 
 
 def scan_flops(model, block: BlockKind, sequence: float) -> float:

@@ -58,8 +58,8 @@ class Transformer(LayerFormulas):
     attention_bias: str = "all"  # of all products, of qkv, or none
     qk_norm: bool = False  # rms norms of queries and keys per head
     mlp_bias: bool = True  # of the feed-forward products
-    # attention and feed-forward part side by side, behind one norm; under tp each has
-    # collectives of its own, as in transformers' plans
+    # attention side by side with the feed-forward part, or with a mixer, behind one
+    # norm; under tp each has collectives of its own, as in transformers' plans
     shared_norm: bool = False
     tied: bool = True  # the head is the token table; never for images
     # of the tokens, those that the head predicts; below 1 an encoder with masked tokens,
@@ -84,6 +84,7 @@ class Transformer(LayerFormulas):
     attention_gate: bool = False  # queries bring a gate of attention's output
     head_gate: bool = False  # or a number per head [Step-3.5-Flash]
     shared_values: bool = False  # keys are values too
+    reused_keys: bool = False  # and values are those of an earlier layer
     # of groups of heads, whose outputs enter a latent of this rank [DeepSeek-V4]
     output_groups: int = 0
     output_rank: int = 0
@@ -94,7 +95,7 @@ class Transformer(LayerFormulas):
     window: int = 0  # tokens that a layer attends to; 0: all
     full_every: int = 0  # every layer of this number attends to all; 0: none
     sinks: bool = False  # one learned score per head beside those of the keys
-    # of attention in a block w, c or s, in place of the model's, such as
+    # of a block w, c or s, or of a further letter, in place of the model's, such as
     # "w.kv_heads=16 w.head_dim=256"
     block_fields: str = ""
     # tokens that become one, and how many of these an indexer chooses, 0 for all
@@ -125,6 +126,7 @@ class Transformer(LayerFormulas):
     mixer_groups: int = 0  # of its heads, that share B and C
     mixer_conv: int = 0  # tokens that the convolution sees
     mixer_rank: int = 0  # of dt in Mamba-1
+    mixer_norm: bool = True  # of what leaves a mixer of Mamba-2
     # of a mixer, beside products, convolution, A, D and dt: biases, further norms
     other_mixer_parameters: int = 0
 
@@ -185,14 +187,15 @@ class Transformer(LayerFormulas):
         return list(dict.fromkeys(self.layer_kinds))
 
     @cached_property
-    def attentions(self) -> dict[str, "Transformer"]:
-        """By block, w, c or s, the model with its attention in place of its own."""
-        result = {}
-        for letter in WINDOWED:
-            parts = [part.split("=") for part in self.block_fields.split()]
-            fields = {name[2:]: int(size) for name, size in parts if name[0] == letter}
-            result[letter] = replace(self, **fields)
-        return result
+    def variants(self) -> dict[str, "Transformer"]:
+        """By block, w, c, s or further letter, the model with its sizes in place of its
+        own.
+        """
+        fields = {letter: {} for letter in WINDOWED if letter in self.blocks}
+        for part in self.block_fields.split():
+            name, size = part.split("=")
+            fields.setdefault(name[0], {})[name[2:]] = int(size)
+        return {letter: replace(self, **sizes) for letter, sizes in fields.items()}
 
     @cached_property
     def all_blocks(self) -> Blocks:
@@ -202,8 +205,8 @@ class Transformer(LayerFormulas):
     @property
     def tp_heads(self) -> int:
         """Heads that the tp ranks share out, in layers of any attention."""
-        models = self.attentions.values()
-        return gcd(self.output_groups, self.heads, *(model.heads for model in models))
+        heads = (model.heads for model in self.variants.values())
+        return gcd(self.output_groups, self.heads, *heads)
 
     @property
     def moe_layers(self) -> int:
@@ -246,6 +249,7 @@ class Transformer(LayerFormulas):
             ]
         else:
             matrices = [Matrix("q", self.hidden, queries)]
+        matrices.append(Matrix("gate", self.hidden, self.head_gate * self.heads))
         if latent := self.kv_lora_rank:
             keys_values = self.heads * (self.head_dim + self.v_head_dim)
             matrices += [
@@ -272,10 +276,11 @@ class Transformer(LayerFormulas):
     @property
     def attention_parameters(self) -> int:
         """Parameters of one layer's attention."""
-        queries = self.heads * self.head_dim
-        qkv = queries + self.kv_heads * self.key_value_outputs
+        qkv = (1 + self.attention_gate) * self.heads * self.head_dim
+        qkv += self.kv_heads * self.key_value_outputs
         bias = {"all": qkv + self.hidden, "qkv": qkv, "none": 0}[self.attention_bias]
-        norms = self.qk_norm * 2 * self.head_dim + self.q_lora_rank + self.kv_lora_rank
+        norms = self.qk_norm * (2 - self.reused_keys) * self.head_dim
+        norms += self.q_lora_rank + self.kv_lora_rank
         # of the indexer's keys, with a bias but for compressed ones
         norms += self.index_dim * (1 + (self.compression == 0))
         if self.output_rank:  # of keys and of compressed ones, with biases of positions
@@ -336,17 +341,15 @@ class Transformer(LayerFormulas):
 
     def block_parameters(self, block: BlockKind) -> int:
         """Parameters of a block without its norm."""
-        if BlockKind(block).is_mixer:
-            return mixer_parameters(self, block)
-        if block == BlockKind.FEED_FORWARD:
-            return self.mlp_parameters(self.ffn)
-        if model := self.attentions.get(block):
-            return model.attention_parameters
-        return (
-            self.moe_parameters
-            if block == BlockKind.EXPERTS
-            else self.attention_parameters
-        )
+        model = self.variants.get(block, self)
+        kind = BlockKind(block)
+        if kind.is_mixer:
+            return mixer_parameters(self, kind)
+        if kind == BlockKind.FEED_FORWARD:
+            return model.mlp_parameters(model.ffn)
+        if kind == BlockKind.EXPERTS:
+            return self.moe_parameters
+        return model.attention_parameters
 
     @property
     def parameters(self) -> int:
@@ -406,7 +409,7 @@ class Transformer(LayerFormulas):
             tokens = self.decoder_tokens(s) if is_decoder else s
             window = self.layer_window(layer) if windows else 0
             keys = min(window or tokens, tokens)
-            for block in blocks.kinds:
+            for block in blocks:
                 terms["streams"] += 2 * tokens * (n**2 + 3 * n) * mixed
                 self._add_block(terms, block, tokens, s if block == "x" else keys)
         if tower := self.tower:
@@ -415,12 +418,14 @@ class Transformer(LayerFormulas):
             terms["tower"] += self.images * (tower.forward_flops() + projected)
         return dict(terms)
 
-    def _add_block(self, terms, block, tokens, keys):
+    def _add_block(self, terms, letter, tokens, keys):
         """Add the FLOPs of a block for tokens that each attend to `keys`."""
-        if model := self.attentions.get(block):
+        block = BlockKind(letter)
+        if model := self.variants.get(letter):
             if ratio := model.compression:
                 keys += min(tokens / ratio, model.index_top or tokens)
-            model._add_block(terms, BlockKind.ATTENTION, tokens, keys)
+            model._add_block(terms, block.usual, tokens, keys)
+            return
         if block in (BlockKind.ATTENTION, BlockKind.CROSS_ATTENTION):
             products = sum(matrix.parameters for matrix in self.attention_matrices)
             terms["projections"] += 2 * tokens * products

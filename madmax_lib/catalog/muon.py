@@ -5,7 +5,7 @@ Newton and Schulz [Jordan et al., 2024; Moonlight, arXiv 2502.16982].
 from collections import Counter
 from collections.abc import Iterator
 
-from madmax_lib.catalog.blocks import BlockKind, Blocks
+from madmax_lib.catalog.blocks import BlockKind
 from madmax_lib.catalog.mixers import mixer_matrices
 from madmax_lib.catalog.models import Transformer
 
@@ -21,8 +21,9 @@ def muon_flops(model: Transformer) -> float:
     """
     flops = 0.0
     for word, layers in Counter(model.layer_kinds).items():
-        for block in Blocks(word).kinds:
-            for inputs, outputs, count in _matrices(model, block):
+        for letter in word:
+            part = model.variants.get(letter, model)
+            for inputs, outputs, count in _matrices(part, BlockKind(letter).usual):
                 low, high = sorted((inputs, outputs))
                 step = 4 * low**2 * high + 2 * low**3
                 flops += layers * count * _STEPS * step
@@ -31,11 +32,10 @@ def muon_flops(model: Transformer) -> float:
 
 def _matrices(model, block) -> Iterator[tuple[int, int, int]]:
     """Inputs, outputs and number of the matrices of a block."""
-    attention = model.attentions.get(block)
+    matrices = ()
     if block in (BlockKind.ATTENTION, BlockKind.CROSS_ATTENTION):
-        attention = model
-    matrices = attention.attention_matrices if attention else ()
-    if block.is_mixer:
+        matrices = model.attention_matrices
+    elif block.is_mixer:
         matrices = mixer_matrices(model, block)
     for matrix in matrices:
         yield matrix.inputs, matrix.outputs, 1

@@ -35,6 +35,17 @@ FIELDS = {
 SERVERS = catalog.cluster("dgx-h100", 4)
 
 
+def searched(word):
+    """Entries of `block_configs`: "8:5.25x2" has two of groups of 8 heads and that
+    multiple of the width; 0 leaves a part out.
+    """
+    sizes, _, count = word.partition("x")
+    group, multiple = map(float, sizes.split(":"))
+    attention = {"no_op": not group, "n_heads_in_group": int(group) or None}
+    part = {"no_op": not multiple, "ffn_mult": multiple or None}
+    return [{"attention": attention, "ffn": part}] * int(count or 1)
+
+
 @pytest.fixture
 def read(tmp_path):
     """Reads a configuration: that of a published model, or of a kind, with changes."""
@@ -45,12 +56,18 @@ def read(tmp_path):
         types = {"m": "mamba", "a": "attention"}
         if isinstance(config.get("layer_types"), str):
             config["layer_types"] = [types[c] for c in config["layer_types"]]
+        if isinstance(config.get("block_configs"), str):
+            words = config["block_configs"].split()
+            config["block_configs"] = [
+                layer for word in words for layer in searched(word)
+            ]
         (tmp_path / "config.json").write_text(json.dumps(config))
         return catalog.model(tmp_path)
 
     return model
 
 
+@pytest.mark.filterwarnings("ignore:.*AltUp")
 @pytest.mark.parametrize("name", [name for name in PUBLISHED if name not in SEEING])
 def test_parameters_are_those_published(read, name):
     config, parameters = PUBLISHED[name]
@@ -117,6 +134,7 @@ def test_configurations_of_mamba_ssm_are_read_too(read, config, multiple, name):
     mamba2-2.7b | M
     granite-4.0-h-tiny | ME ME ME ME ME *E ME ME ME ME
     gemma-4-26B-A4B | w-E w-E w-E w-E w-E *-E
+    Falcon-H1-34B | M*-
     """),
 )
 def test_layers_of_a_stack_are_those_of_its_configuration(read, name, blocks):
@@ -168,13 +186,184 @@ def test_a_window_is_said_by_blocks_too(read):
 )
 def test_heads_differ_between_a_window_and_all_tokens(read, name, full, near):
     model = read(name)
-    for attention, sizes in ((model, full), (model.attentions["w"], near)):
+    for attention, sizes in ((model, full), (model.variants["w"], near)):
         names = ("heads", "kv_heads", "head_dim", "v_head_dim")
         assert [getattr(attention, field) for field in names] == [
             *map(int, sizes.split())
         ]
     cases = [Case(model, SERVERS, Plan(dp=4, tp=8, zero=1), 32, 8192)]
     assert closed_s(cases[0]) == pytest.approx(laid_out_s(cases[0]), rel=0.01)
+
+
+TINY = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+TINY |= {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 128}
+TABLES = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128}
+LATENTS = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16}
+LATENTS |= {"v_head_dim": 16, "first_k_dense_replace": 2, "short_conv_kernel_size": 4}
+
+
+@pytest.mark.parametrize(
+    ("kind", "layers", "sizes", "parameters", "flops"),
+    [
+        (
+            "falcon_h1",
+            2,
+            {"mamba_d_ssm": 96, "mamba_n_heads": 6, "mamba_d_state": 16},
+            121_188,
+            90_570_752,
+        ),
+        (
+            "bailing_hybrid",
+            6,
+            LATENTS
+            | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+            419_860,
+            153_616_384,
+        ),
+        (
+            "gemma4_text",
+            12,
+            TABLES | {"num_kv_shared_layers": 6, "use_double_wide_mlp": True},
+            1_134_136,
+            1_812_987_904,
+        ),
+        # without the 8,273,920 of AltUp's products, as the warning says
+        (
+            "gemma3n_text",
+            10,
+            TABLES | {"num_kv_shared_layers": 5, "laurel_rank": 12},
+            369_240,
+            347_078_656,
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*AltUp")
+def test_flops_are_those_of_transformers(read, kind, layers, sizes, parameters, flops):
+    """Of 256 tokens, as torch's FlopCounterMode has them for tiny models of the classes
+    of transformers 5.24 but for scans, which kernels do in another order; experts, which
+    it does not see, come on top.
+    """
+    sizes = TINY | {"num_hidden_layers": layers, "max_position_embeddings": 512} | sizes
+    tiny = read(kind, **sizes)
+    terms = tiny.flops_by_term(256, windows=False)
+    assert tiny.parameters == parameters
+    assert sum(terms.values()) - terms.get("scan", 0) == flops
+
+
+def test_keys_of_an_earlier_layer_are_kept_once(read):
+    """Its activations are less by as many channels; scores are the same."""
+    model = read("gemma-4-E4B")
+    full, reused = (model.variants.get(letter, model) for letter in ("w", "r"))
+    channels = 2 * full.kv_heads * full.head_dim
+    less = channels * model.hidden + full.head_dim
+    assert full.attention_parameters - reused.attention_parameters == less
+    kept = [
+        memory(
+            replace(model, blocks=word), "dp1", sequence=4096, software="megatron-core"
+        )
+        .set_index("component")
+        .loc["activations", "size_bytes"]
+        for word in ("w-p", "r-p")
+    ]
+    assert kept[0] - kept[1] == 2 * 4096 * channels * model.layers
+    cases = [Case(model, SERVERS, Plan(dp=8, tp=2, pp=2), 32, 4096)]
+    assert closed_s(cases[0]) == pytest.approx(laid_out_s(cases[0]), rel=0.01)
+
+
+def test_what_a_kind_lacks_is_said(read):
+    with pytest.warns(UserWarning, match="AltUp's predictions") as caught:
+        read("gemma-3n-E4B")
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "kinds", "widths"),
+    [
+        ("Llama-3.3-Nemotron-Super-49B", 80, 8, "28672 7168 5632 14336 2816 17920"),
+        (
+            "Llama-3.1-Nemotron-Ultra-253B",
+            81,
+            15,
+            "53248 26624 21504 16128 37376 32000",
+        ),
+    ],
+)
+def test_layers_of_a_search_have_widths_of_their_own(read, name, layers, kinds, widths):
+    """Ultra has 81 more without any part, whose widths stand in four layers."""
+    model = read(name)
+    assert (model.layers, len(model.kinds)) == (layers, kinds)
+    letters = "-012345"[: len(widths.split())]
+    sizes = [model.variants.get(letter, model).ffn for letter in letters]
+    assert sizes == [*map(int, widths.split())]
+    case = Case(
+        model, catalog.cluster("dgx-h100", 16), Plan(dp=4, tp=4, pp=8), 128, 4096
+    )
+    assert closed_s(case) == pytest.approx(laid_out_s(case), rel=0.02)
+    with refused("replace_with_linear is not modelled"):
+        [linear] = searched("0:0")
+        linear["attention"]["replace_with_linear"] = True
+        read(name, block_configs=[linear])
+
+
+def test_attention_of_a_search_may_have_heads_of_its_own(read):
+    """Parameters, FLOPs and memory of a layer are those of a model of such layers."""
+    name = "Llama-3.3-Nemotron-Super-49B"
+    few, many, both = (
+        read(name, block_configs=words) for words in ("8:1x4", "16:2x4", "8:1x2 16:2x2")
+    )
+    assert both.blocks == "*- *- A0 A0"
+    assert both.block_fields == "A.kv_heads=4 0.ffn=11008"
+    for amount in (
+        lambda model: model.parameters,
+        lambda model: model.forward_flops(1, 4096),
+        lambda model: peak_bytes(memory(model, "tp4", sequence=4096)),
+    ):
+        assert 2 * amount(both) == pytest.approx(amount(few) + amount(many), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "more"),
+    [
+        ("gpt2-large", "tie_word_embeddings", False, 64_328_960),
+        ("Qwen1.5-MoE-A2.7B", "qkv_bias", False, -147_456),
+        ("stablelm-2-1.6b", "use_parallel_residual", True, -98_304),
+        ("gemma-4-26B-A4B", "enable_moe_block", False, -22_849_140_480),
+        ("Step-3.5-Flash", "moe_layers_enum", [*range(2, 45)], 4_408_344_864),
+        ("Qwen3-Next-80B-A3B", "attention_bias", True, 135_168),
+        ("gemma-4-31B", "hidden_size_per_layer_input", 256, 4_274_580_736),
+        ("Falcon-H1-34B", "mamba_rms_norm", True, 294_912),
+    ],
+)
+def test_keys_change_parameters_as_in_transformers(read, name, key, value, more):
+    """By the classes of transformers 5.24, with and without."""
+    assert read(name, **{key: value}).parameters == PUBLISHED[name][1] + more
+
+
+def test_kinds_that_are_like_another_have_its_defaults(read):
+    """Layers that attend to all tokens, where no list says which."""
+    sizes = {"num_hidden_layers": 8, "hidden_size": 64, "num_attention_heads": 2}
+    sizes |= {"intermediate_size": 96, "vocab_size": 128, "max_position_embeddings": 64}
+    assert read("qwen3_5_text", **sizes).blocks == "G- G- G- *-"
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "field", "value"),
+    [
+        ("MiMo-V2-Flash", {"swa_head_dim": 256}, "head_dim", 256),
+        ("MiMo-V2-Flash", {"swa_num_attention_heads": 32}, "heads", 32),
+        (
+            "Step-3.5-Flash",
+            {"attention_other_setting": {"num_attention_groups": 4}},
+            "kv_heads",
+            4,
+        ),
+    ],
+)
+def test_sizes_of_windowed_attention_have_keys_of_their_own(
+    read, name, changes, field, value
+):
+    near = read(name, **changes).variants["w"]
+    assert getattr(near, field) == value
 
 
 def test_tp_shares_out_the_heads_of_both_kinds_of_layers(read):
@@ -312,7 +501,7 @@ OTHER_KEYS = {"d_model": 512, "num_layers": 6, "d_ff": 2048}
     cells("""
     bart | an encoder with biases, positions and norms of its own
     zamba2 | layers that share weights
-    falcon_h1 | state-space and attention side by side in a layer
+    lfm2 | short convolutions in place of attention
     mllama | attention to images & the nearest that can be read is llama
     """),
 )
@@ -335,7 +524,10 @@ def test_what_cannot_be_said_is_refused_with_a_way_out(
     [
         ("granite-4.0-h-tiny", "layer_types", ["conv"] * 40, "'conv' & not modelled"),
         ("gemma-3-1b", "layer_types", FULL + SLIDING * 24 + FULL, "[1, 26] & n-th"),
-        ("gemma-4-31B", "hidden_size_per_layer_input", 256, "tables of their own"),
+        ("gemma-3-1b", "hidden_size_per_layer_input", 256, "tables of their own"),
+        ("DeepSeek-V3", "attention_bias", 1, "biases of latents are not modelled"),
+        ("gemma-4-26B-A4B", "per_layer_config", {"5": {"top_k_experts": 2}}, "top_k"),
+        ("vit-base", "num_channels", 4, "num_channels=4"),
         *cells("""
         DeepSeek-V3 | vocab_size | 0 | =0 & not a size
         DeepSeek-V3 | intermediate_size | 0 | =0 & not a size

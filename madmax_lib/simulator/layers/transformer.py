@@ -97,13 +97,16 @@ def layer_blocks(
     work = work.decoder if layer.has_cross_attention else work
     model = work.shape.model
     is_encoder = model and model.decoder_sequence and not layer.has_cross_attention
+    variants = model.variants if model else {}
     blocks = []
-    for kind in layer.kinds:
+    for letter in layer:
+        kind = BlockKind(letter).usual
+        part = work
+        if letter in variants:
+            part = replace(work, shape=Shape.of(variants[letter]))
         if kind == BlockKind.ATTENTION:
-            blocks += _attention(work, number, windowed, not is_encoder)
-        elif kind in WINDOWED:
-            near = replace(work, shape=Shape.of(model.attentions[kind]))
-            blocks += _attention(near, number, True, True)
+            near = windowed or letter in WINDOWED
+            blocks += _attention(part, number, near, not is_encoder)
         elif kind == BlockKind.CROSS_ATTENTION:
             blocks.append(cross_attention(work, encoder, number))
         elif kind.is_mixer:
@@ -111,7 +114,7 @@ def layer_blocks(
         elif kind == BlockKind.EXPERTS:
             blocks += mixture_blocks(work, number, exchanged=exchanged)
         else:
-            blocks.append(_feed_forward(work, number))
+            blocks.append(_feed_forward(part, number))
     return with_repeats(blocks, work)
 
 

@@ -62,6 +62,7 @@ class Shape(LayerFormulas):
     dense_layers: Number  # first ones that are no mixtures
     mixture_share: Number  # of the layers: those that are mixtures
     shared_values: Number
+    reused_keys: Number
     compression: Number  # tokens that become one
     index_top: Number  # of these, those that are chosen
     streams: Number  # of the residual

@@ -62,11 +62,10 @@ def layer_bytes(case: Case, word: str, software: Software) -> LayerBytes:
     word: the layer's blocks, as in `Transformer.blocks`. software: what it keeps, as
     `states.software_of` gives it.
     """
-    blocks = Blocks(word)
-    model = case.model
-    if kind := blocks.windowed:
-        blocks = Blocks(word.replace(kind, BlockKind.ATTENTION))
-        model = model.attentions[kind]
+    blocks = Blocks("".join(BlockKind(letter).usual for letter in word))
+    parts = [case.model.variants.get(letter, case.model) for letter in word]
+    # the model with the attention of the layer, if there is any
+    model = parts[max(blocks.find(BlockKind.ATTENTION), 0)]
     p = case.plan
     tp = p.tp
     h = model.hidden
@@ -89,7 +88,9 @@ def layer_bytes(case: Case, word: str, software: Software) -> LayerBytes:
     # the first product of a gated part is twice as wide
     halves = 2 if model.gated else 1
     qkv, latent, values = _attention_widths(model, blocks)
-    dense = shared = blocks.count("-") * model.ffn
+    dense = shared = sum(
+        part.ffn for part, kind in zip(parts, blocks, strict=True) if kind == "-"
+    )
     inner = routed = router = 0
     if blocks.has_experts:
         inner = model.active_experts * model.expert_ffn
@@ -210,6 +211,7 @@ def _attention_widths(model, blocks):
     q += model.output_groups * model.output_rank + model.compressor_outputs
     q += model.index_heads * model.index_dim / 2
     kv = model.kv_heads * (model.head_dim + model.v_head_dim)
+    kv *= not model.reused_keys  # the layer that they are of keeps them
     # keys and values of the encoder
     longer = model.sequence / model.decoder_sequence if cross_count else 0
     qkv = own_count * (q + kv) + cross_count * (q + longer * kv)
