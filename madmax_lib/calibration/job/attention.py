@@ -29,7 +29,7 @@ def check_attention(timeline: Timeline, case: Case) -> None:
     if seen.empty:
         return
     of_ulysses = plan.cp if plan.context == "ulysses" else 1
-    kinds = {each.heads for each in (model, *model.attentions.values())}
+    kinds = {each.heads for each in (model, *model.variants.values())}
     heads = {count / plan.tp / of_ulysses for count in kinds}
     traced = set(seen["heads"])
     if not heads & traced:
