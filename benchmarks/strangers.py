@@ -35,10 +35,10 @@ from madmax_lib.calibration import (
     fit,
     folds,
     known_rows,
+    level,
     predict,
     read_rows,
 )
-from madmax_lib.calibration.judge.intervals import level
 from madmax_lib.catalog import local_data
 from madmax_lib.simulator import width_of
 
