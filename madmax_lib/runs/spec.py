@@ -50,7 +50,7 @@ class RunSpec(Settings):
     validate_every: steps between two validation losses, 0 for none (0).
     checkpoint_every: steps between two checkpoints, 0 for none (0).
     device: cpu, cuda, or auto for CUDA where it is present (auto).
-    power: auto for the meter of the machine, none, or a CSV to replay (auto).
+    power: auto for the meter of the machine, or none (auto).
     timeout_s: seconds without progress after which the run is ended (600).
     wandb: whether steps are logged to Weights & Biases too (False).
     dtype: fp32, bf16, fp16, or auto for bf16 on a GPU that computes in it and fp32
@@ -213,10 +213,8 @@ def check(spec: RunSpec, gpus: int, nodes: int = 1) -> str:
     if spec.sequence and spec.kind == "images":
         tokens = f"{spec.model} has {shapes.sequence} tokens per image"
         raise ValueError(f"sequence={spec.sequence} is for text; {tokens}")
-    if spec.power not in ("auto", "none") and not Path(spec.power).is_file():
-        raise FileNotFoundError(
-            f"power={spec.power!r} is neither auto, none nor a CSV file to replay"
-        )
+    if spec.power not in ("auto", "none"):
+        raise ValueError(f"power={spec.power!r} is neither auto nor none")
     if spec.profile_memory and not spec.profile:
         raise ValueError(
             "profile_memory=True needs profile=True, which writes the trace"

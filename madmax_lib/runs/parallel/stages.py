@@ -106,9 +106,7 @@ def _share_ends(network, plan, mesh, settings):
             part = part * plan.tp + mesh.coordinate("tp")
         network.embedding.offset = part * (settings.sequence // parts)
     if plan.tp > 1:
-        tp_mesh = mesh.axes["tp"]
-        split_logits = settings.loss_parallel
-        _split_ends(network, tp_mesh, plan.sequence_parallel, split_logits)
+        _split_ends(network, mesh.axes["tp"], plan.sequence_parallel)
 
 
 def _split_layer(layer, mesh, sequence_parallel):
@@ -152,7 +150,7 @@ def _gather_inside(mixture, mesh):
     parallelize_module(mixture, mesh, leave)
 
 
-def _split_ends(network, mesh, sequence_parallel, loss_parallel):
+def _split_ends(network, mesh, sequence_parallel):
     """Split token table and head in place, where the stage has them."""
     between = Shard(1) if sequence_parallel else Replicate()
     embedding = network.embedding
@@ -162,11 +160,8 @@ def _split_ends(network, mesh, sequence_parallel, loss_parallel):
             input_layouts=Replicate(), output_layouts=between
         )
     if network.head is not None:
-        logits = Shard(-1) if loss_parallel else Replicate()
         plan["head"] = ColwiseParallel(
-            input_layouts=between,
-            output_layouts=logits,
-            use_local_output=not loss_parallel,
+            input_layouts=between, output_layouts=Replicate()
         )
         if sequence_parallel:
             plan["norm"] = SequenceParallel()

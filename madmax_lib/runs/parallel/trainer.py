@@ -8,14 +8,12 @@ are those of one process whatever the plan, see tests/runs/test_parallel.py.
 
 import math
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor.parallel import loss_parallel
 
 from madmax_lib.catalog import Transformer
 from madmax_lib.plan import Plan
@@ -179,9 +177,7 @@ class Trainer:
 
         samples = self.plan.micro_batch
         act = backward if train else None
-        split_logits = self.settings.loss_parallel
-        with loss_parallel() if split_logits else nullcontext():
-            return losses.accumulate(part, samples, self.phases, forward, act)
+        return losses.accumulate(part, samples, self.phases, forward, act)
 
     def _part(self, batch):
         cp = self.mesh.coordinate("cp"), self.plan.cp
