@@ -21,7 +21,7 @@ from madmax_lib.plan.layers import chunk_layers
 from madmax_lib.runs import checks
 from madmax_lib.runs.measure.peak_rates import TORCH_DTYPES, native_dtype
 from madmax_lib.runs.measure.phases import Phases
-from madmax_lib.runs.model import kernels, losses, models
+from madmax_lib.runs.model import losses, models
 from madmax_lib.runs.parallel import checkpoints, mesh, stages
 from madmax_lib.runs.parallel.data_parallel import DataParallel
 from madmax_lib.runs.parallel.mesh import Mesh
@@ -153,7 +153,7 @@ class Trainer:
             "trained_local_parameters": sum(local(p).numel() for p in trained),
             "data_parallel": self.data_parallel.kind,
             "optimizer": type(self.optimizers.adam).__name__,
-            "gelu": kernels.way(self.settings.fused_gelu, self.device.type),
+            "gelu": "compiled" if self.settings.fused_gelu else "eager",
             "context": "ulysses" if self.plan.cp > 1 else "none",
             "schedule": self.schedule,
         }
