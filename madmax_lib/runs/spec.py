@@ -24,6 +24,7 @@ from madmax_lib.runs.settings import Settings
 
 _ENGINES = ("torch", "deepspeed")
 _DEVICES = ("auto", "cpu", "cuda")
+_GONE = "loss_parallel"  # a setting until 0.1; all its records leave it off
 
 
 @dataclass(frozen=True)
@@ -182,8 +183,9 @@ class RunSpec(Settings):
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> RunSpec:
         """Spec of field values, as JSON keeps them. Raises ValueError for what is not a
-        field.
+        field; `loss_parallel` of older records is left out.
         """
+        values = {name: value for name, value in values.items() if name != _GONE}
         if unknown := set(values) - {field.name for field in fields(cls)}:
             raise ValueError(f"{sorted(unknown)[0]!r} is not a field of a RunSpec")
         return cls(**values)
