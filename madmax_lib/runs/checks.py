@@ -37,7 +37,6 @@ _NOT_BUILT = (
 )
 _NOT_ON_DEEPSPEED = (
     "compile",
-    "loss_parallel",
     "lora_rank",
     "weights_16bit",
     "adam_8bit",
@@ -148,9 +147,6 @@ def _torch_rules(plan, settings):
         value = getattr(plan, field)
         rules[f"{field}={value!r} {fsdp2}"] = value and plan.zero < 2
     return rules | {
-        f"loss_parallel needs tp of at least 2 and pp=1, but tp={plan.tp} and pp={plan.pp}": (
-            settings.loss_parallel and (plan.tp == 1 or plan.pp > 1)
-        ),
         f"lora_rank={settings.lora_rank} needs tp=1, but tp={plan.tp}": (
             settings.lora_rank and plan.tp > 1
         ),

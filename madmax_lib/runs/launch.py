@@ -35,7 +35,6 @@ from madmax_lib.base.fields import require_type
 from madmax_lib.catalog import PROJECT
 from madmax_lib.runs import testbed
 from madmax_lib.runs.checks import deepspeed_locks
-from madmax_lib.runs.measure.meter import meter
 from madmax_lib.runs.read import (
     Occupied,
     Resolved,
@@ -203,8 +202,6 @@ def resolve(
     """
     gpus = gpu_count() if spec.device != "cpu" else 0
     device = check(spec, gpus, nodes)
-    if spec.power != "auto":
-        meter(spec.power, device, gpus)  # a table that cannot be replayed is said here
     if gpus and (device, spec.dtype) == ("cuda", "bf16"):
         import torch
 

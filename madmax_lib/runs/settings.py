@@ -38,8 +38,7 @@ class Settings:
     clip_norm: longest gradient, longer ones are scaled down; 0 for any length (1).
     adam_8bit: AdamW's states in 8 bits, by torchao (False).
     compile: each layer by torch.compile (False).
-    fused_gelu: bias and GELU in one Triton kernel, where there is Triton (False).
-    loss_parallel: logits stay split over the tp ranks (False).
+    fused_gelu: bias and GELU in one kernel, by torch.compile (False).
     lora_rank: rank of the low-rank updates that are trained in place of the layers, 0
     for none (0).
     weights: directory of published weights to start from, drawn at random if empty
@@ -59,7 +58,6 @@ class Settings:
     adam_8bit: bool = False
     compile: bool = False
     fused_gelu: bool = False
-    loss_parallel: bool = False
     lora_rank: int = 0
     weights: str = ""
 

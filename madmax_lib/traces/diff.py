@@ -8,7 +8,6 @@ Differences are always b - a.
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -17,10 +16,10 @@ import pandas as pd
 from madmax_lib import catalog
 from madmax_lib.base import NS_PER_S
 from madmax_lib.base.fields import require_type
-from madmax_lib.timeline import BUSY_KINDS, KINDS, Timeline, rank_breakdown, with_origin
+from madmax_lib.timeline import BUSY_KINDS, KINDS, Timeline, with_origin
 from madmax_lib.timeline.kinds import collective_names, collectives_of
 from madmax_lib.traces.tables import busy_spans, stacked
-from madmax_lib.traces.waits.step_times import counted_steps
+from madmax_lib.traces.waits.step_times import breakdown_of_cells, counted_steps
 
 _LEVELS = ("name", "op", "class")
 _CARRIED_AS = {
@@ -248,12 +247,8 @@ def _means(timeline, ranks, steps):
     """
     spans = busy_spans(_paired(timeline, ranks, steps))
     cells = pd.MultiIndex.from_product([sorted(ranks), sorted(steps)])
-    cell = cells.get_indexer(pd.MultiIndex.from_frame(spans[["rank", "step"]]))
-    # One breakdown of all (rank, step) cells, each as if it were a rank.
-    every = {cell: [cell] for cell in range(len(cells))}
-    meta = replace(timeline.meta, represents=every)
-    as_ranks = Timeline(spans.assign(rank=cell.astype(np.int32)), meta)
-    table = rank_breakdown(as_ranks).drop(columns="rank").astype(float)
+    table = breakdown_of_cells(timeline, spans, cells)
+    table = table.drop(columns="rank").astype(float)
     if not len(table):
         return pd.DataFrame(np.nan, index=table.columns, columns=["mean", "min", "max"])
     # A cell counts as often as its rank and its step were paired.

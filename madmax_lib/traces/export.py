@@ -26,20 +26,9 @@ from madmax_lib.traces.read.kernel_names import original_name
 
 _US = 1000
 _LINES = 20_000  # events per write
-_ALONE = (
-    0,
-    0,
-    # first tid of streams and of host threads where each have a pid of their own, as in
-    # Kineto's files
-)
-# tids of a rank in a merged file: Perfetto mixes up threads that share one, or have
-# that of a pid
-_LANES = 100_000
 
 
-def export_trace(
-    timeline: Timeline, directory: str | Path, *, merged: bool = False
-) -> list[Path]:
+def export_trace(timeline: Timeline, directory: str | Path) -> list[Path]:
     """Write `rank{r}.json.gz` for every rank into a directory, which is made if needed;
     the paths in order of rank.
 
@@ -60,8 +49,6 @@ def export_trace(
     A directory that ends in .pftrace or .pftrace.gz is the name of a file of Perfetto's
     packets, with `_rank{r}` in it where there are several; they read back alike.
 
-    merged: one picture for Perfetto instead, `merged.json.gz` with a process per rank
-    and the original names, without launches; `read_trace` does not split it again.
     Raises ValueError for spans that such a file cannot tell apart (work on host threads
     beside device streams, host operators inside of each other, steps that overlap on
     the host), negative durations or times beyond 2**62 ns, and OSError for a directory
@@ -75,15 +62,12 @@ def export_trace(
     if directory.exists() and not directory.is_dir() and not is_packed:
         raise NotADirectoryError(f"{directory}: is not a directory")
     _check(timeline.spans)
-    tables = {rank: rank_table(timeline, rank, merged) for rank in timeline.ranks}
+    tables = {rank: rank_table(timeline, rank) for rank in timeline.ranks}
     base_ns = _base_ns(timeline, tables)
-    if merged:
-        texts = {"merged": _merged_text(timeline, tables, base_ns)}
-    else:
-        texts = {
-            f"rank{rank}": _rank_text(timeline, rank, tables[rank], base_ns)
-            for rank in tables
-        }
+    texts = {
+        f"rank{rank}": _document(timeline, base_ns, rank, table)
+        for rank, table in tables.items()
+    }
     if not is_packed:
         paths = [directory / f"{name}.json.gz" for name in texts]
     else:
@@ -139,37 +123,14 @@ def _base_ns(timeline, tables):
     return base_ns
 
 
-def _rank_text(timeline, rank, table, base_ns):
-    # HTA tells GPU from CPU runs by the backend.
-    backend = "nccl" if (table["stream"] >= 0).any() else "gloo"
-    names = {
-        0: f"rank {rank} {timeline.meta.device or 'device'}",
-        1: f"rank {rank} host",
-    }
-    parts = [
-        _names(table, names, _ALONE),
-        _spans(table, base_ns, (0, 1), _ALONE),
-        _flows(table, base_ns),
-    ]
-    return _document(timeline, base_ns, {"backend": backend, "rank": rank}, parts)
-
-
-def _merged_text(timeline, tables, base_ns):
-    names = []
-    spans = []
-    for rank, table in tables.items():
-        begin = (rank + 1) * _LANES
-        first = (begin, begin + _LANES // 2)
-        names.append(_names(table, {rank: f"rank {rank}"}, first))
-        spans.append(_spans(table, base_ns, (rank, rank), first))
-    return _document(timeline, base_ns, {}, names + spans)
-
-
-def _document(timeline, base_ns, info, parts):
+def _document(timeline, base_ns, rank, table):
     """The file, one event per line; the envelope on its own line and with blanks, as
     HTA looks for the rank.
     """
     meta = timeline.meta
+    # HTA tells GPU from CPU runs by the backend.
+    backend = "nccl" if (table["stream"] >= 0).any() else "gloo"
+    info = {"backend": backend, "rank": rank}
     envelope = {
         "schemaVersion": 1,
         "distributedInfo": {**info, "world_size": meta.world_size},
@@ -177,11 +138,11 @@ def _document(timeline, base_ns, info, parts):
         "deviceProperties": [{"id": 0, "name": meta.device}] if meta.device else [],
         "displayTimeUnit": "ns",
         "baseTimeNanoseconds": base_ns,
-        "traceName": f"{meta.source} rank {info['rank']}"
-        if info
-        else f"{meta.source}, all ranks",
+        "traceName": f"{meta.source} rank {rank}",
     }
     yield json.dumps(envelope)[:-1] + ', "traceEvents": [\n'
+    names = [f"rank {rank} {meta.device or 'device'}", f"rank {rank} host"]
+    parts = _names(table, names), _spans(table, base_ns), _flows(table, base_ns)
     lines = itertools.chain(*parts)
     # A comma goes between blocks of lines, not after the last one: JSON allows none.
     separator = ""
@@ -191,16 +152,14 @@ def _document(timeline, base_ns, info, parts):
     yield "\n]}\n"
 
 
-def _names(table, names, first):
-    """Names and order of processes and threads. names: by pid, of the device and,
-    unless they share it, the host.
-    """
-    for pid, name in names.items():
+def _names(table, names):
+    """Names and order of processes, the device and the host, and of threads."""
+    for pid, name in enumerate(names):
         yield _meta(pid, 0, "process_name", name)
         yield _meta(pid, 0, "process_sort_index", pid)
     # Streams in order, then host threads -1, -2, ...
     for stream in sorted(set(table["stream"].tolist()), key=lambda s: (s < 0, abs(s))):
-        pid, tid = _thread(stream, (min(names), max(names)), first)
+        pid, tid = _thread(stream)
         name = f"stream {stream}" if stream >= 0 else f"host thread {-stream}"
         yield _meta(pid, tid, "thread_name", name)
         yield _meta(pid, tid, "thread_sort_index", tid)
@@ -214,14 +173,12 @@ def _meta(pid, tid, name, value):
     )
 
 
-def _thread(stream, pids, first):
-    """pid and tid of a stream, or of a host thread, which is a negative one. pids: of
-    the device and the host.
-    """
-    return (pids[0], first[0] + stream) if stream >= 0 else (pids[1], first[1] - stream)
+def _thread(stream):
+    """pid and tid of a stream, or of a host thread, which is a negative one."""
+    return int(stream < 0), abs(stream)
 
 
-def _spans(table, base_ns, pids, first):
+def _spans(table, base_ns):
     """One event per row; what rows have in common is made once."""
     # Text that rows share, by the fields that decide it.
     common = {}
@@ -234,7 +191,7 @@ def _spans(table, base_ns, pids, first):
         keys, start, dur, *values, strict=True
     ):
         if key not in common:
-            common[key] = _common(_Row(*key), _thread(key[4], pids, first))
+            common[key] = _common(_Row(*key))
         head, tail = common[key]
         args = "" if correlation == -1 else f'"correlation": {correlation}, '
         args += "" if op == -1 else f'"External id": {op}, '
@@ -255,13 +212,13 @@ class _Row(NamedTuple):
     collective: str
 
 
-def _common(row, thread):
+def _common(row):
     """Text before the times, and the last of the args: kind always, stream only of what
     HTA shall count as a kernel.
     """
     # Allocator events are instants; all others have a duration (X).
     phase = "i" if row.kind == "memory" else "X"
-    pid, tid = thread
+    pid, tid = _thread(row.stream)
     name = f'"cat": "{row.cat}", "name": {_text(row.label)}'
     head = f'{{"ph": "{phase}", {name}, "pid": {pid}, "tid": {tid}'
     args = [f'"kind": "{row.kind}"']

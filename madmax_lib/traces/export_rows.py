@@ -29,7 +29,7 @@ _NO_LANE = -(2**40)  # of allocator events, which are no spans to the reader
 _RUNTIME = re.compile(r"cuda[A-Z]|cu[A-Z]|hip[A-Z]")
 
 
-def rank_table(timeline: Timeline, rank: int, merged: bool) -> pd.DataFrame:
+def rank_table(timeline: Timeline, rank: int) -> pd.DataFrame:
     """Rows of one rank in file order: spans with text in place of categories, and `cat`
     and `label` as written.
     """
@@ -37,25 +37,23 @@ def rank_table(timeline: Timeline, rank: int, merged: bool) -> pd.DataFrame:
     stream = spans["stream"].to_numpy()
     kind = np.asarray(spans["kind"])
     on_device = bool(((stream >= 0) & np.isin(kind, BUSY_KINDS)).any())
-    if not merged:
-        _check_threads(spans, rank, on_device)
-        lanes = np.where(kind == "memory", _NO_LANE, stream.astype(np.int64))
-        spans = spans.iloc[_file_order(lanes)]
+    _check_threads(spans, rank, on_device)
+    lanes = np.where(kind == "memory", _NO_LANE, stream.astype(np.int64))
+    spans = spans.iloc[_file_order(lanes)]
     table = spans.astype({"kind": object, "name": object})
     table["group"] = spans["group"].astype(object).where(spans["group"].notna(), "")
-    table["label"] = table["name"] if merged else written_names(spans, on_device)
+    table["label"] = written_names(spans, on_device)
     table["cat"] = _categories(table)
     recorded = recorded_args(timeline.side_tables)
     table["recorded"] = recorded.reindex(table.index).fillna("")
     table["collective"] = _collectives(table)
-    if not on_device and not merged:
+    if not on_device:
         table["cat"] = _host_categories(table, rank)
     read_back = spans[table["kind"] != "memory"]
     bare = timeline.meta.source == "simulated" and not (spans["stream"] < 0).any()
     if len(table) and (bare or (assign_steps(read_back) != read_back["step"]).any()):
-        table = _with_host_rows(table, timeline.steps, launches=not merged)
-        if not merged:
-            _check_steps(table, rank)
+        table = _with_host_rows(table, timeline.steps)
+        _check_steps(table, rank)
     return table
 
 
@@ -173,24 +171,23 @@ def _host_categories(table, rank):
     return category
 
 
-def _with_host_rows(table, steps, launches):
+def _with_host_rows(table, steps):
     """The rows and what a host would add: steps, and a launch for every span on a
     device stream that has none.
     """
     table = table.copy()
     windows = _windows(table)
-    added = [_step_rows(windows, steps)]
-    if launches:
-        correlation = table["correlation"].to_numpy().copy()
-        device = table["stream"].to_numpy() >= 0
-        launched = np.isin(correlation, correlation[~device & (correlation >= 0)])
-        need = device & (table["kind"] != "annotation").to_numpy() & ~launched
-        new = need & (correlation < 0)
-        # Numbers that no launch of the timeline has.
-        free = np.setdiff1d(np.arange(1, 1 + len(table) + new.sum()), correlation)
-        correlation[new] = free[: new.sum()]
-        table["correlation"] = correlation
-        added += _launch_rows(table[need].drop_duplicates("correlation"), windows)
+    correlation = table["correlation"].to_numpy().copy()
+    device = table["stream"].to_numpy() >= 0
+    launched = np.isin(correlation, correlation[~device & (correlation >= 0)])
+    need = device & (table["kind"] != "annotation").to_numpy() & ~launched
+    new = need & (correlation < 0)
+    # Numbers that no launch of the timeline has.
+    free = np.setdiff1d(np.arange(1, 1 + len(table) + new.sum()), correlation)
+    correlation[new] = free[: new.sum()]
+    table["correlation"] = correlation
+    launches = _launch_rows(table[need].drop_duplicates("correlation"), windows)
+    added = [_step_rows(windows, steps), *launches]
     lowest = min(int(table["stream"].min()), 0) - 1
     # their lanes: steps on the first new one, launches of stream s on the s-th of the
     # others

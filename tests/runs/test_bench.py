@@ -80,7 +80,7 @@ def test_compiled_kernels_are_timed_in_a_fresh_process():
         [
             "import torch",
             "from madmax_lib.runs.measure import bench",
-            "variants = bench._variants('bias_gelu', abs, 'cpu', 'normal')",
+            "variants = bench._variants('bias_gelu', abs, 'normal')",
             "print(list(variants), torch._functorch.config.donated_buffer)",
         ]
     )

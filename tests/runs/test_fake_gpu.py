@@ -1,8 +1,8 @@
 """What only a GPU takes, without one: a device named cuda whose tensors lie in the
 memory of the host, and calls of torch.cuda that are written down in order.
 
-NVML has its stand-in in test_meter.py, drivers and cards in test_selftest.py, Triton's
-interpreter in test_kernels.py, DeepSpeed's own parser in test_deepspeed.py.
+NVML has its stand-in in test_meter.py, drivers and cards in test_selftest.py,
+DeepSpeed's own parser in test_deepspeed.py.
 """
 
 import inspect

@@ -1,13 +1,11 @@
 """Energy of known powers, and meters without a device."""
 
 import sys
-import time
 from math import isnan, nan, pi, sin
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from support import cells, refused
 
 from madmax_lib.runs.measure.meter import Meter, Reading, energy_j, meter
 
@@ -131,31 +129,3 @@ def test_what_nvml_does_not_support_is_unknown(nvml):
     assert reading.throttle == 0 and reading.power_w == 100.0
     nvml.nvmlInit = refuse
     assert meter("auto", "cuda", 1).name == "none"
-
-
-def test_replay_repeats_a_table(tmp_path, monkeypatch):
-    path = tmp_path / "power.csv"
-    path.write_text("t_s,power_w,energy_j,cap_w\n5,10,0,70\n6,20,15,70\n7,30,40,70\n")
-    power = meter(str(path), "cpu", 1)
-    times = iter([100.0, 100.5, 102.5])
-    monkeypatch.setattr(time, "perf_counter", lambda: next(times))
-    assert (power.name, power.cap_w) == ("replay", 70.0)
-    rows = [(100.0, 10, 0), (100.5, 15, 7.5), (102.5, 15, 47.5)]
-    assert [power.read()[:3] for _ in range(3)] == rows
-
-
-@pytest.mark.parametrize(
-    ("content", "rule"),
-    cells("""
-    | power_w, t_s missing, or no rows
-    t_s,watts/0,1 | power_w missing
-    t_s,power_w/0,1 | t_s must grow
-    t_s,power_w/1,1/0,1 | t_s must grow
-    t_s,power_w/0,one/1,2 | could not convert & float: 'one'
-    """),
-)
-def test_bad_tables_of_power_name_the_file(tmp_path, content, rule):
-    path = tmp_path / "power.csv"
-    path.write_text(content.replace("/", "\n"))
-    with refused("power.csv:", rule):
-        meter(str(path), "cpu", 1)

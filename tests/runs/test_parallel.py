@@ -53,8 +53,7 @@ gpt2 | pp2.gpipe.mb2 pp2.v2.mb2 pp2.zb.mb2 dp2.pp2.zb.mb2 | {}
 gpt2 | dp2.pp2.z3.mb2 dp2.tp2.mb4 dp2.tp2.pp2.mb2 | {}
 gpt | pp2.v2.zb.mb2 pp2.v2.zbv.mb2 pp2.v2.dualpipev.mb2 dp2.pp2.v2.zbv.mb1 | {}
 gpt | dp2.pp2.v2.z2.dualpipev.mb1 pp2.v2.zbv.mb4 | {}
-gpt2-odd | tp2.mb8 | {"loss_parallel": True}
-gpt2-odd | dp2.tp2.z3.mb4 tp2.nosp.pp2.mb4 | {}
+gpt2-odd | tp2.mb8 dp2.tp2.z3.mb4 tp2.nosp.pp2.mb4 | {}
 gpt | dp2.z3.mb4.full.unfused cp2.tp2.mb8 | {}
 gpt | dp2.z3.mb4 | {"check": "dp2.z3.mb4"}
 gpt | dp2.z1.mb4 | {"check": "dp2.z1.mb4"}

@@ -31,8 +31,6 @@ def check_plan(model, plan, engine="torch", **settings):
 def test_what_cannot_run_is_refused_in_one_line(
     door, fields, gpus, says, tmp_path, monkeypatch
 ):
-    if fields.get("power") == "HERE":
-        fields = {"power": str(TABLE)}
     monkeypatch.setattr(sys.modules[launch.__module__], "gpu_count", lambda: gpus)
     monkeypatch.setattr(subprocess, "Popen", None)
     doors = {

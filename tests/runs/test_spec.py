@@ -16,6 +16,8 @@ def test_json_round_trip():
     spec = RunSpec(model="ViT_tiny", strategy="dp2.z3@deepspeed", **options)
     again = RunSpec.from_dict(json.loads(json.dumps(asdict(spec))))
     assert again == spec != RunSpec() and hash(spec) == hash(again)
+    older = asdict(spec) | {"loss_parallel": False}  # as records of 0.1 have it
+    assert RunSpec.from_dict(older) == spec
     assert (spec.model, spec.kind) == ("vit-tiny", "images")
     assert (spec.data, spec.engine) == ("synthetic-images", "deepspeed")
     assert spec.name == "vit-tiny_dp2.z3_deepspeed"

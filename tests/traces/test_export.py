@@ -351,34 +351,12 @@ def test_exporting_again_changes_nothing(tmp_path):
     assert [path.read_bytes() for path in first] == [path.read_bytes() for path in same]
 
 
-def test_merged_is_one_process_per_rank(tmp_path):
-    timeline = simulated(ranks=3)
-    (path,) = export_trace(timeline, tmp_path, merged=True)
-    assert path.name == "merged.json.gz"
-    rows, x = events(path), events(path, "X")
-    names = {e["pid"]: e["args"]["name"] for e in rows if e["name"] == "process_name"}
-    assert names == {0: "rank 0", 1: "rank 1", 2: "rank 2"}
-    order = [e["args"]["sort_index"] for e in rows if e["name"] == "process_sort_index"]
-    assert order == [0, 1, 2]
-    assert len(x) == len(timeline) + 3  # a ProfilerStep per rank, no launches
-    spans = set(timeline.spans["name"].unique())
-    assert {event["name"] for event in x} == spans | {"ProfilerStep#0"}
-    named = [event for event in rows if event["name"] == "thread_name"]
-    threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in named}
-    assert {(e["pid"], e["tid"]) for e in x} == set(threads)
-    assert threads[2, 300_020] == "stream 20"
-    # no two alike, nor like a pid
-    numbers = {tid for _, tid in threads} | set(names)
-    assert len(numbers) == len(threads) + len(names)
-
-
 def test_ranks_without_spans_get_a_file_too(tmp_path):
     both = {"represents": {0: [0], 1: [1]}, "world_size": 2}
     paths = export_trace(make_timeline(lanes("7 compute: a 0+10"), **both), tmp_path)
     assert len(paths) == 2 and read_trace(tmp_path).ranks == [0, 1]
-    for merged in (False, True):
-        empty = make_timeline([], represents={0: [0]}, source="simulated")
-        export_trace(empty, tmp_path / "empty", merged=merged)
+    empty = make_timeline([], represents={0: [0]}, source="simulated")
+    export_trace(empty, tmp_path / "empty")
 
 
 BAD = {

@@ -8,6 +8,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import loky
 import pandas as pd
 import pytest
 
@@ -49,7 +50,7 @@ def place(request, monkeypatch):
     """Small files are spread over processes too."""
     if request.param == "processes":
         monkeypatch.setattr(parallel, "_WORTH_A_PROCESS_BYTES", 1)
-        monkeypatch.setattr(parallel.os, "sched_getaffinity", lambda _: {0, 1})
+        monkeypatch.setattr(loky, "cpu_count", lambda: 2)
 
 
 def test_any_executor_reads(tmp_path):
@@ -99,10 +100,10 @@ def test_a_list_with_a_failing_file_is_refused(tmp_path):
 
 def test_processes_are_bounded_by_cores_files_and_memory(tmp_path, monkeypatch):
     paths = files(tmp_path, "a", "b", "c")
-    monkeypatch.setattr(parallel.os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(loky, "cpu_count", lambda: 8)
     assert parallel._local_workers(paths) == 1  # not worth it
     for path in paths:
-        parallel.os.truncate(path, 1 << 30)  # sparse
+        os.truncate(path, 1 << 30)  # sparse
     monkeypatch.setattr(parallel, "_free_bytes", lambda: 1e12)
     assert (
         parallel._local_workers(paths) == 3 and parallel._local_workers(paths[:1]) == 1
@@ -118,8 +119,7 @@ def test_a_script_needs_no_guard_to_read_in_processes(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import sys, madmax_lib as mm\nfrom madmax_lib.traces.read import parallel\n"
-        "parallel._WORTH_A_PROCESS_BYTES = 1\nparallel.os.sched_getaffinity = lambda "
-        "_: {0, 1}\n"
+        "import loky\nparallel._WORTH_A_PROCESS_BYTES = 1\nloky.cpu_count = lambda: 2\n"
         "print(len(mm.read_trace(sys.argv[1]).ranks))\n"
     )
     run = subprocess.run(

@@ -5,7 +5,7 @@ import pandas as pd
 import madmax_lib as mm
 from madmax_lib.papers.studies import memory_wall as wall
 from madmax_lib.simulator.memory.memory import PHASES
-from madmax_lib.view.drawing import COMPONENTS, OTHER, figure_data
+from madmax_lib.view.drawing import COMPONENTS, components_key, figure_data
 from madmax_lib.view.plots.plans import plot_trials
 from madmax_lib.view.plots.predicted import plot_causes, plot_streams
 
@@ -44,7 +44,8 @@ def test_streams_are_blocks_of_the_step():
 def test_every_component_of_memory_has_a_colour_of_its_own():
     assert (
         set(PHASES) <= set(COMPONENTS)
-        and len({*COMPONENTS.values(), OTHER}) == len(COMPONENTS) + 1
+        and len({*COMPONENTS.values(), *components_key(["?"]).values()})
+        == len(COMPONENTS) + 1
     )
 
 

@@ -1,6 +1,5 @@
 from madmax_lib.papers.madmax import (
     plots as plots,
-    step_plots as step_plots,
     studies as studies,
 )
 from madmax_lib.papers.madmax.model import (

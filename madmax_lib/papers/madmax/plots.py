@@ -1,4 +1,4 @@
-"""Pictures of strategies, systems and scaling in MAD-Max: figures 1 and 10 to 20.
+"""Pictures of strategies in MAD-Max: figures 1, 10 to 14 and 16.
 
 Published values are hollow, what does not fit in memory is grey or pale.
 """
@@ -8,7 +8,6 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from madmax_lib.view.drawing import (
-    COLORS,
     GREY,
     PAPER,
     UNFIT,
@@ -16,7 +15,6 @@ from madmax_lib.view.drawing import (
     faded,
     finish,
     line_key,
-    lines,
     mark_key,
     new_axes,
     note,
@@ -204,120 +202,4 @@ def plot_strategies(table: pd.DataFrame, *, title: str) -> Axes:
     ]
     look = {"loc": "outside lower center", "frameon": False, "fontsize": 8}
     axes[0].figure.legend(handles=key, ncols=3, **look)
-    return axes[0]
-
-
-def plot_context(table: pd.DataFrame) -> Axes:
-    """Figure 15: throughput over FSDP against the context length, a line per strategy;
-    hollow where it does not fit.
-    """
-    ax = new_axes(height=3.2)
-    # strategies far below FSDP would flatten the others
-    seen = table[(table["gain"] > 0.5) & (table["dense_strategy"] != "fsdp")]
-    for strategy, part in seen.groupby("dense_strategy", sort=False):
-        text = _label(strategy)
-        style = {"color": _COLORS[strategy], "marker": "o", "ms": 5}
-        if not part["fits"].all():
-            last = part.iloc[-1]
-            style |= {"mfc": "white", "ls": ":"}
-            text += (
-                f", needs {last['memory_needed_gb']:.0f} of {last['memory_gb']:.0f} GB"
-            )
-        ax.plot(part["context"], part["gain"], **style)
-        end = part.iloc[-1]
-        note(ax, end["context"], end["gain"], text, dx=6, color=_COLORS[strategy])
-    recorded = seen.dropna(subset="published_gain")
-    published(ax, recorded["context"], recorded["published_gain"])
-    for row in recorded.itertuples():
-        text = f"{row.gain:.3f} ({row.gain / row.published_gain - 1:+.2%})"
-        note(ax, row.context, row.gain, text, dy=10, fontsize=6.5, color="#444444")
-    grey = _COLORS["fsdp"]
-    lengths = sorted(table["context"].unique())
-    # not below the names of the lines, at their right ends
-    ax.hlines(1, lengths[0], lengths[-1], color=grey, lw=1)
-    note(ax, lengths[0], 1.0, "FSDP", dx=8, dy=7, color=grey)
-    ax.set_xscale("log", base=2)
-    ax.set_xticks(lengths, [f"{length // 1024}K" for length in lengths])
-    ax.minorticks_off()
-    ax.grid(True, axis="y")
-    key = [
-        mark_key("ours", "o", "#555555", hollow=False),
-        mark_key("ours, does not fit in memory", "o", "#555555"),
-        _RECORDED,
-    ]
-    # room on the right for the names of the lines
-    limits = {
-        "xlim": (lengths[0] * 0.8, lengths[-1] * 2.0),
-        "ylim": (0.86, seen["gain"].max() * 1.06),
-    }
-    title = "LLaMA2-70B: at 32K tokens no strategy gains much over FSDP"
-    axes = {"x": "context length [tokens]", "y": "throughput over FSDP [x]"}
-    return finish(ax, table, title, **axes, key=key, where="upper right", **limits)
-
-
-def plot_scaling(table: pd.DataFrame, *, title: str) -> Axes:
-    """Figures 18 to 20: speedup against the factor by which compute, memory and links
-    grow, alone and together.
-    """
-    table = table[table["limit"] == "memory"]
-    models = table.groupby("model", sort=False)
-    factors = sorted(table["factor"].unique())
-    fills = [COLORS[kind] for kind in ("compute", "memory", "comm")]
-    parts = dict.fromkeys(table["part"])
-    colors = dict(zip(parts, [*fills, PAPER], strict=True))
-    axes = panels(list(models.groups), height=3.2, title=title)
-    for ax, (_, rows) in zip(axes, models, strict=True):
-        look = {"hue": "part", "palette": colors, "marker": "o", "legend": False}
-        lines(ax, rows, "factor", "speedup", **look)
-        ax.set_xscale("log", base=2)
-        ax.set_yscale("log", base=2)
-        ax.set_xticks(factors, [f"{factor:g}x" for factor in factors])
-        ax.set_yticks([1, 2, 4, 8, 16], ["1x", "2x", "4x", "8x", "16x"])
-        ax.minorticks_off()
-        ax.set(xlabel="faster by", ylim=(0.9, 16))
-        ax.grid(True, axis="both")
-    key = [line_key(part, color) for part, color in colors.items()]
-    y = "throughput over today [x]"
-    return finish(axes[0], table, None, y=y, key=key, where="upper left")
-
-
-def plot_hardware(table: pd.DataFrame, *, title: str) -> Axes:
-    """Figures 17 to 20: throughput of one device on each cluster, under FSDP and the
-    best strategy that fits.
-    """
-    systems = list(dict.fromkeys(table["system"]))
-    models = table.groupby("model", sort=False)
-    names = []
-    for model, devices in models["devices"].unique().items():
-        counts = " or ".join(f"{count:,.0f}" for count in sorted(devices))
-        names.append(f"{model}, {counts} devices")
-    axes = panels(names, height=0.8 + 0.4 * len(systems), title=title)
-    for ax, (_, rows) in zip(axes, models, strict=True):
-        for slot, choice in enumerate(("fsdp", "best that fits")):
-            part = rows[rows["choice"] == choice]
-            texts = part["per_gpu"].map("{:.2f}".format)
-            if choice != "fsdp":
-                texts += " " + part["dense_strategy"].map(_label)
-            needed = ", needs " + part["memory_needed_gb"].map("{:.0f} GB".format)
-            texts += needed.where(~part["fits"], "")
-            fills = [
-                _COLORS[row.dense_strategy] if row.fits else UNFIT
-                for row in part.itertuples()
-            ]
-            bars(
-                ax,
-                part["per_gpu"],
-                fill=fills,
-                source="simulated",
-                places=part["system"].map(systems.index),
-                slot=(slot, 2),
-                notes=texts,
-            )
-        look = {"fontsize": 6.5, "va": "center", "color": "#777777"}
-        for system in set(systems) - set(rows["system"]):
-            text = "no FP32 or TF32 peak published"
-            ax.text(0.02, systems.index(system), text, **look)
-        x = "simulated samples/s, A100 FSDP = 1"
-        reach = rows["per_gpu"].max() * 1.4
-        finish(ax, table, None, x=x, rows=systems, reach=reach)
     return axes[0]

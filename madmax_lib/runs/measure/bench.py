@@ -31,7 +31,7 @@ from madmax_lib.runs.measure.peak_rates import (
     peak_flops,
 )
 from madmax_lib.runs.measure.phases import between_s, mark
-from madmax_lib.runs.model.kernels import bias_gelu, way
+from madmax_lib.runs.model.layers import bias_gelu
 
 
 class _Size(NamedTuple):
@@ -257,7 +257,7 @@ def _kernel(name, device, size):
         kernels = _kernels(tokens, min(_SEQUENCE, tokens), hidden, ffn)
         function, shapes, flops = kernels[name]
         # compiled once for all blocks
-        variants = variants or _variants(name, function, device, size)
+        variants = variants or _variants(name, function, size)
         inputs = [
             torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
             for shape in shapes
@@ -289,7 +289,7 @@ def _kernel(name, device, size):
             )
 
 
-def _variants(name, function, device, size):
+def _variants(name, function, size):
     """Functions that compute a kernel, by how they do it."""
     variants = {"eager": function}
     if name in ("bias_gelu", "mlp") and size != "quick":  # to compile takes seconds
@@ -297,8 +297,6 @@ def _variants(name, function, device, size):
         # a backward pass that is repeated cannot give its buffers away; torch.compile
         # has loaded the module of this setting
         torch._functorch.config.donated_buffer = False
-    if name == "bias_gelu" and device != "cpu" and way(True, device) == "triton":
-        variants["triton"] = partial(bias_gelu, fused=True)
     return variants
 
 

@@ -1,4 +1,4 @@
-"""Power and energy of a run: NVML on GPUs, a CSV to replay, or nothing.
+"""Power and energy of a run: NVML on GPUs, elsewhere nothing.
 
 A thread reads every 50 ms. NVML's energy counter is refreshed only every 20 to 100 ms
 [Zeus, NSDI 2023], so that the energy of a window is the difference of the counter where
@@ -10,9 +10,7 @@ import threading
 import time
 from bisect import bisect_left
 from collections.abc import Callable
-from csv import DictReader
 from math import nan
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -131,12 +129,8 @@ def energy_j(readings: list[Reading], start_s: float, end_s: float) -> float:
 
 def meter(source: str, device: str, devices: int) -> Meter:
     """The meter of a run on `devices` of kind cpu or cuda; one that reads nothing where
-    there is nothing to read.
-
-    source: auto, none, or a CSV with the columns of `Reading` to replay.
+    there is nothing to read. source: auto or none.
     """
-    if source not in ("auto", "none"):
-        return _replay_meter(Path(source))
     local = None
     if source == "auto" and device == "cuda":
         local = _nvml_meter(devices)
@@ -192,50 +186,3 @@ def _nvml_meter(devices):
         )
 
     return Meter(read, "nvml", sum(limits_mw) / 1e3)
-
-
-def _replay_meter(path):
-    """Meter that replays a CSV with columns of `Reading` (t_s and power_w at least) and
-    perhaps cap_w.
-
-    Time 0 of the table is the first reading; after the last row the table begins again,
-    its counter going on. Raises ValueError naming file and column for a table that is
-    not of this kind.
-    """
-    with path.open(newline="", errors="replace") as file:
-        rows = list(DictReader(file))
-    if missing := {"t_s", "power_w"} - set(rows[0] if rows else ()):
-        names = ", ".join(sorted(missing))
-        raise ValueError(f"{path}: column(s) {names} missing, or no rows")
-    try:
-        table = {
-            name: np.array([float(row[name] or "nan") for row in rows])
-            for name in (*COLUMNS, "cap_w")
-            if name in rows[0]
-        }
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{path}: {error}") from None
-    cap_w = float(table.pop("cap_w", [nan])[0])
-    t_s = table.pop("t_s")
-    if len(t_s) < 2 or not (np.diff(t_s) > 0).all():
-        raise ValueError(
-            f"{path}: t_s must grow from row to row, over at least two rows"
-        )
-    begin_s = None
-
-    def read():
-        nonlocal begin_s
-        now_s = time.perf_counter()
-        begin_s = now_s if begin_s is None else begin_s
-        rounds, into_s = divmod(now_s - begin_s, t_s[-1] - t_s[0])
-        values = {
-            name: float(np.interp(t_s[0] + into_s, t_s, column))
-            for name, column in table.items()
-        }
-        if "energy_j" in values:
-            values["energy_j"] += rounds * float(np.ptp(table["energy_j"]))
-        if "throttle" in values:  # bits, not a quantity
-            values["throttle"] = int(values["throttle"])
-        return Reading(now_s, **values)
-
-    return Meter(read, "replay", cap_w)

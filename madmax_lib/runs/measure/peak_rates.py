@@ -13,6 +13,7 @@ import time
 from math import nan
 from pathlib import Path
 
+import loky
 import torch
 import torch.distributed as dist
 
@@ -120,12 +121,9 @@ def cores_per_rank() -> float:
 
     A mean of the ranks, on all hosts that the testbed makes here.
     """
-    cores = os.cpu_count()
-    if hasattr(os, "sched_getaffinity"):  # not on macOS
-        cores = len(os.sched_getaffinity(0))
     hosts, speed = testbed.spread()
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) * hosts
-    equal = cores / ranks
+    equal = loky.cpu_count() / ranks
     if not speed:
         return equal
     return sum(min(equal, share) for share in speed) / len(speed)

@@ -7,6 +7,7 @@ rms norms, learned or rotary positions [arXiv 2104.09864], grouped heads [arXiv
 so that a tensor-parallel shard runs the same code.
 """
 
+from collections.abc import Callable
 from functools import lru_cache, partial
 
 import torch
@@ -19,7 +20,6 @@ from torch.utils.checkpoint import checkpoint
 
 from madmax_lib.catalog import Transformer
 from madmax_lib.runs.model.experts import Mixture
-from madmax_lib.runs.model.kernels import bias_gelu
 
 _EPSILON = {"layer": 1e-5, "rms": 1e-6}  # of GPT-2 and of Qwen2.5
 _VIT_EPSILON = 1e-12  # of ViT [arXiv 2010.11929, released code]
@@ -121,9 +121,19 @@ class Attention(nn.Module):
         return attend(query, key, value, is_causal=self.causal, enable_gqa=groups > 1)
 
 
+def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
+    """GELU of u = x + bias, y = u/2 (1 + tanh(sqrt(2/pi) (u + 0.044715 u^3))) [arXiv
+    1606.08415].
+
+    It is bound by memory: eager PyTorch writes u and reads it again, a kernel of
+    torch.compile reads x and writes y, and backward reads x and dy and writes dx.
+    """
+    return functional.gelu(x + bias, approximate="tanh")
+
+
 class FeedForward(nn.Module):
     """(B, S, hidden) -> (B, S, hidden): GELU (tanh), or SiLU times a gate. `fused`:
-    bias and GELU by Triton.
+    `bias_gelu` in one kernel, if it is there.
     """
 
     def __init__(self, spec: Transformer):
@@ -132,7 +142,7 @@ class FeedForward(nn.Module):
         self.gate = nn.Linear(spec.hidden, spec.ffn, bias=bias) if spec.gated else None
         self.up = nn.Linear(spec.hidden, spec.ffn, bias=bias)
         self.down = nn.Linear(spec.ffn, spec.hidden, bias=bias)
-        self.fused = False
+        self.fused: Callable | None = None
         # ViT has the exact GELU, GPT-2 its tanh form
         self.approximate = "none" if spec.image else "tanh"
 
@@ -143,13 +153,13 @@ class FeedForward(nn.Module):
         if not self.fused:
             inner = functional.gelu(self.up(x), approximate=self.approximate)
             return self.down(inner)
-        # Triton takes plain tensors; split by columns both are this rank's channels
+        # in plain tensors; split by columns both are this rank's channels
         inner = functional.linear(x, self.up.weight)
         bias = self.up.bias
         if isinstance(inner, DTensor):
             inner = inner.to_local()
             bias = bias.to_local()
-        return self.down(bias_gelu(inner, bias.to(inner.dtype), fused=True))
+        return self.down(self.fused(inner, bias.to(inner.dtype)))
 
 
 class TransformerLayer(nn.Module):

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from madmax_lib.catalog import Transformer
@@ -84,9 +83,7 @@ def accumulate(
                 loss = total(logits, y)
             if backward:
                 backward(loss)
-            loss = loss.detach()
-            # a loss of split logits is the same on all ranks
-            losses.append(loss.full_tensor() if isinstance(loss, DTensor) else loss)
+            losses.append(loss.detach())
             rights.append(correct(logits, y))
     return torch.stack(losses).sum(), torch.stack(rights).sum()
 
@@ -132,16 +129,5 @@ def total(logits: Tensor, targets: Tensor) -> Tensor:
 
 @torch.no_grad()
 def correct(logits: Tensor, targets: Tensor) -> Tensor:
-    """Number of targets that have the largest logit; the classes may be split over ranks."""
-    if not isinstance(logits, DTensor):
-        return (logits.argmax(-1) == targets).sum()
-    group = logits.device_mesh.get_group()
-    value, index = logits.to_local().max(-1)  # the best of this rank's classes
-    best = value.clone()
-    dist.all_reduce(best, dist.ReduceOp.MAX, group)
-    # DTensor gives all but the last ranks ceil(classes / ranks)
-    per_rank = -(-logits.shape[-1] // group.size())
-    best_class = per_rank * group.rank() + index
-    right = ((value == best) & (best_class == targets)).sum()
-    dist.all_reduce(right, group=group)
-    return right
+    """Number of targets that have the largest logit."""
+    return (logits.argmax(-1) == targets).sum()

@@ -9,8 +9,8 @@ Matrices are split over tp ranks by columns, then by rows, with DTensors [arXiv
 1909.08053]. Without sequence parallelism a layer takes two all-reduces forward and two
 backward; with it the norms work on parts of the sequence, and each all-reduce becomes a
 reduce-scatter and an all-gather [arXiv 2205.05198]. The token table is split by rows
-(tokens), the head by columns; its logits are gathered, or stay split under a parallel
-loss. Experts are split by hand, their sums are in `experts`.
+(tokens), the head by columns; its logits are gathered. Experts are split by hand, their
+sums are in `experts`.
 """
 
 import torch
@@ -34,8 +34,7 @@ from torch.distributed.tensor.parallel import (
 from madmax_lib.catalog import Transformer
 from madmax_lib.runs.measure.peak_rates import TORCH_DTYPES
 from madmax_lib.runs.model.experts import Mixture
-from madmax_lib.runs.model.kernels import way
-from madmax_lib.runs.model.layers import Exchange
+from madmax_lib.runs.model.layers import Exchange, bias_gelu
 from madmax_lib.runs.model.network import Network, adapt, draw
 from madmax_lib.runs.model.weights import Weights
 from madmax_lib.runs.parallel.data_parallel import DataParallel
@@ -63,7 +62,8 @@ def build(
             adapt(layer, name, settings.lora_rank, settings.seed)
         layer.to(dtype)
         # AdamW and FSDP2 see the parameters only after every cut
-        layer.feed_forward.fused = way(settings.fused_gelu, device.type) == "triton"
+        if settings.fused_gelu:
+            layer.feed_forward.fused = torch.compile(bias_gelu)
         _share_layer(layer, plan, mesh)
         layer.checkpoint(plan.recompute)
         if settings.compile:
@@ -106,9 +106,7 @@ def _share_ends(network, plan, mesh, settings):
             part = part * plan.tp + mesh.coordinate("tp")
         network.embedding.offset = part * (settings.sequence // parts)
     if plan.tp > 1:
-        tp_mesh = mesh.axes["tp"]
-        split_logits = settings.loss_parallel
-        _split_ends(network, tp_mesh, plan.sequence_parallel, split_logits)
+        _split_ends(network, mesh.axes["tp"], plan.sequence_parallel)
 
 
 def _split_layer(layer, mesh, sequence_parallel):
@@ -152,7 +150,7 @@ def _gather_inside(mixture, mesh):
     parallelize_module(mixture, mesh, leave)
 
 
-def _split_ends(network, mesh, sequence_parallel, loss_parallel):
+def _split_ends(network, mesh, sequence_parallel):
     """Split token table and head in place, where the stage has them."""
     between = Shard(1) if sequence_parallel else Replicate()
     embedding = network.embedding
@@ -162,11 +160,8 @@ def _split_ends(network, mesh, sequence_parallel, loss_parallel):
             input_layouts=Replicate(), output_layouts=between
         )
     if network.head is not None:
-        logits = Shard(-1) if loss_parallel else Replicate()
         plan["head"] = ColwiseParallel(
-            input_layouts=between,
-            output_layouts=logits,
-            use_local_output=not loss_parallel,
+            input_layouts=between, output_layouts=Replicate()
         )
         if sequence_parallel:
             plan["norm"] = SequenceParallel()

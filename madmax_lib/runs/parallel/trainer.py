@@ -8,14 +8,12 @@ are those of one process whatever the plan, see tests/runs/test_parallel.py.
 
 import math
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor.parallel import loss_parallel
 
 from madmax_lib.catalog import Transformer
 from madmax_lib.plan import Plan
@@ -23,7 +21,7 @@ from madmax_lib.plan.layers import chunk_layers
 from madmax_lib.runs import checks
 from madmax_lib.runs.measure.peak_rates import TORCH_DTYPES, native_dtype
 from madmax_lib.runs.measure.phases import Phases
-from madmax_lib.runs.model import kernels, losses, models
+from madmax_lib.runs.model import losses, models
 from madmax_lib.runs.parallel import checkpoints, mesh, stages
 from madmax_lib.runs.parallel.data_parallel import DataParallel
 from madmax_lib.runs.parallel.mesh import Mesh
@@ -155,7 +153,7 @@ class Trainer:
             "trained_local_parameters": sum(local(p).numel() for p in trained),
             "data_parallel": self.data_parallel.kind,
             "optimizer": type(self.optimizers.adam).__name__,
-            "gelu": kernels.way(self.settings.fused_gelu, self.device.type),
+            "gelu": "compiled" if self.settings.fused_gelu else "eager",
             "context": "ulysses" if self.plan.cp > 1 else "none",
             "schedule": self.schedule,
         }
@@ -179,9 +177,7 @@ class Trainer:
 
         samples = self.plan.micro_batch
         act = backward if train else None
-        split_logits = self.settings.loss_parallel
-        with loss_parallel() if split_logits else nullcontext():
-            return losses.accumulate(part, samples, self.phases, forward, act)
+        return losses.accumulate(part, samples, self.phases, forward, act)
 
     def _part(self, batch):
         cp = self.mesh.coordinate("cp"), self.plan.cp

@@ -325,7 +325,7 @@ def _states(case, count, method, split):
 
 
 # fp32 weight, two moments, 16-bit gradient and copy, rounded to whole numbers of fp32
-ADAM_BYTES = 28
+_ADAM_BYTES = 28
 ACCUMULATE_BYTES = 6  # a 16-bit gradient and the sum so far read, the sum written
 # of the memory bandwidth: 1e9 parameters in 0.22 s, 1e10 in 2.57 s on the 256 GB/s of a
 # DGX-2 [arXiv 2101.06840
@@ -344,7 +344,7 @@ class Rates:
 
     def adam_s(self, parameters: float) -> float:
         """Seconds of CPU Adam."""
-        return ADAM_BYTES * parameters / self.adam
+        return _ADAM_BYTES * parameters / self.adam
 
 
 def host_of(cluster: Cluster) -> Host:

@@ -5,8 +5,6 @@ refused by its name: without one a pickle cannot call anything. A hostile file c
 ask for more memory than there is.
 """
 
-import contextlib
-import gc
 import io
 import lzma
 import pickle
@@ -15,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from isal import igzip
+
+from madmax_lib.base.doors import uncollected
 
 _BLOCK = 1 << 20  # bytes read at once
 
@@ -46,20 +46,6 @@ class _Blocks(io.RawIOBase):
         return len(block)
 
 
-@contextlib.contextmanager
-def _without_collection():
-    """No search for cycles while millions of objects are made, none of which is
-    garbage.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
 def load_plain(
     path: Path, between: Callable[[pickle.Unpickler], None] | None = None
 ) -> Any:
@@ -77,7 +63,7 @@ def load_plain(
             source = packed(file) if packed else file
             blocks = _Blocks(source, lambda: between and between(unpickler))
             unpickler = _Plain(io.BufferedReader(blocks, _BLOCK))
-            with _without_collection():
+            with uncollected():
                 try:
                     return unpickler.load()
                 finally:

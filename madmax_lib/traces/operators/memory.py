@@ -33,7 +33,7 @@ _PHASES = (
 _POOL = ["rank", "device"]
 
 
-def memory_timeline(timeline: Timeline, device: str | None = None) -> pd.DataFrame:
+def memory_timeline(timeline: Timeline) -> pd.DataFrame:
     """Memory in use after every allocator event: rank, device, time_s, step,
     allocated_bytes, before_bytes,
     reserved_bytes.
@@ -43,18 +43,9 @@ def memory_timeline(timeline: Timeline, device: str | None = None) -> pd.DataFra
     at the bytes it frees without having allocated them (without addresses, as in 2021:
     at what keeps the sum of the sizes from falling below 0).
     before_bytes: the part of it from before the trace. reserved_bytes: what the
-    allocator took from the device, NaN where unknown (a CPU has no such pool). Raises
-    ValueError for a device that the timeline does not have.
+    allocator took from the device, NaN where unknown (a CPU has no such pool).
     """
-    events = _events(timeline)
-    devices = sorted(events["device"].unique())
-    if device is not None and devices and device not in devices:
-        raise ValueError(
-            f"device {device!r} has no allocator events; the timeline has "
-            f"{', '.join(devices)}"
-        )
-    events = events if device is None else events[events["device"] == device]
-    table = _with_time_and_step(timeline, events)
+    table = _with_time_and_step(timeline, _events(timeline))
     columns = [
         *_POOL,
         "time_s",

@@ -6,7 +6,6 @@ its own rank only.
 
 import contextlib
 import multiprocessing
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import as_completed
 from functools import partial
@@ -83,12 +82,11 @@ def _local_workers(paths):
     # a daemon, such as a worker of multiprocessing, may not have children
     if len(paths) < 2 or multiprocessing.current_process().daemon:
         return 1
-    cores = os.cpu_count() or 1
-    if hasattr(os, "sched_getaffinity"):  # fewer in a container or a job of Slurm
-        cores = len(os.sched_getaffinity(0))
+    import loky
+
     in_memory = _free_bytes() / (_PEAK_BYTES + _PEAK_PER_BYTE * max(sizes, default=0))
     worthwhile = sum(sizes) // _WORTH_A_PROCESS_BYTES
-    return max(min(cores, len(paths), int(in_memory), worthwhile), 1)
+    return max(min(loky.cpu_count(), len(paths), int(in_memory), worthwhile), 1)
 
 
 def _free_bytes():

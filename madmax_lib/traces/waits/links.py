@@ -17,6 +17,7 @@ from madmax_lib.base import NS_PER_S
 from madmax_lib.base.collectives import bus_factor
 from madmax_lib.catalog.measured_collectives import MeasuredCollectives
 from madmax_lib.timeline import Timeline
+from madmax_lib.traces.comm.call_metadata import members
 from madmax_lib.traces.comm.collectives import calls
 from madmax_lib.traces.waits.dependencies import Graph
 
@@ -153,11 +154,7 @@ def _growth(timeline, table, ranks):
     """By what each group (n,) grows where there are so many ranks: that of all ranks,
     or of data parallelism.
     """
-    world = (
-        timeline.meta.world_size
-        if timeline.meta.world_size > 1
-        else len(timeline.ranks)
-    )
+    world = max(timeline.meta.world_size, len(timeline.ranks))
     if ranks is None or ranks == world:
         return np.ones(len(table), dtype=np.int64)
     if ranks < world or ranks % world:
@@ -180,13 +177,9 @@ def _nodes(table, per_node, kind, ranks, group):
     """
     if per_node:
         # Without a list of members ranks are dealt out node by node.
-        members = [
-            int(text)
-            for text in group.partition("[")[2].rstrip("]").split(",")
-            if text.strip().isdigit()
-        ]
-        members = members if len(members) == ranks else range(ranks)
-        return len({rank // per_node for rank in members})
+        listed = members(group)
+        in_group = listed if len(listed) == ranks else range(ranks)
+        return len({rank // per_node for rank in in_group})
     if callable(table):
         return 1
     # A group is on as many nodes as it was measured on.

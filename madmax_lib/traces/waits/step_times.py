@@ -78,18 +78,9 @@ def steps(timeline: Timeline) -> pd.DataFrame:
         table["annotated"], table["last_ns"] - table["first_ns"]
     )
     table["wall_s"] = wall_ns.astype("float64") / NS_PER_S
-    # Each step of each rank becomes a rank of one breakdown: no loop over steps.
     cells = pd.MultiIndex.from_frame(table[["rank", "step"]])
     busy = busy_spans(inside)
-    cell = cells.get_indexer(pd.MultiIndex.from_frame(busy[["rank", "step"]]))
-    meta = replace(
-        timeline.meta,
-        represents={number: [number] for number in range(len(cells))} or {0: [0]},
-    )
-    quantities = rank_breakdown(
-        Timeline(busy.assign(rank=cell.astype(np.int32)), meta)
-    )  # of each step as if of a rank
-    table[list(_PARTS)] = quantities[list(_PARTS)].head(len(table))
+    table[list(_PARTS)] = breakdown_of_cells(timeline, busy, cells)[list(_PARTS)]
     periods = step_periods(timeline)[["rank", "step", "period_s"]]
     table = table.merge(periods, on=["rank", "step"], how="left")
     table = table.assign(cut=_cut(table))
@@ -103,6 +94,19 @@ def steps(timeline: Timeline) -> pd.DataFrame:
         table["step_s"] = table["period_s"] if has_pace else longer_s
     table = table[["rank", "step", *_QUANTITIES, "annotated", "cut", "warmup"]]
     return with_origin(table, timeline)
+
+
+def breakdown_of_cells(
+    timeline: Timeline, spans: pd.DataFrame, cells: pd.MultiIndex
+) -> pd.DataFrame:
+    """A row of `rank_breakdown` for each (rank, step): each becomes a rank of one
+    breakdown, so there is no loop over steps.
+    """
+    cell = cells.get_indexer(pd.MultiIndex.from_frame(spans[["rank", "step"]]))
+    every = {number: [number] for number in range(len(cells))} or {0: [0]}
+    meta = replace(timeline.meta, represents=every)
+    as_ranks = Timeline(spans.assign(rank=cell.astype(np.int32)), meta)
+    return rank_breakdown(as_ranks).head(len(cells))
 
 
 def steady_state(timeline: Timeline) -> tuple[Timeline, list[int]]:

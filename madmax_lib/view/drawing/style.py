@@ -26,7 +26,7 @@ SHADES = LinearSegmentedColormap.from_list("shades", ["#f2f8f7", SERIES[0], "#12
 COMPONENTS = pd.read_csv(data_file("components.csv"), index_col="component")
 COMPONENTS = COMPONENTS["color"].to_dict()
 GIB = 2**30  # memory is drawn in GiB
-OTHER = "#6b6b6b"  # components that have no colour of their own
+_OTHER = "#6b6b6b"  # components that have no colour of their own
 GREY = "#b9b9b9"
 PLAIN = "#7f7f7f"  # a bar of what has no colour of its own
 DARK = "#4a4a4a"
@@ -91,7 +91,7 @@ def kinds_key(kinds: Iterable[str]) -> dict[str, Fill]:
 
 def components_key(names: Iterable[str]) -> dict[str, Fill]:
     """Legend entries of components of memory, each once."""
-    return {name: COMPONENTS.get(name, OTHER) for name in names}
+    return {name: COMPONENTS.get(name, _OTHER) for name in names}
 
 
 def patch_key(label: str, fill: Fill, source: str | None = None) -> Patch:
