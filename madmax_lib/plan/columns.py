@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from numbers import Real
 
@@ -12,6 +13,7 @@ import pandas as pd
 from madmax_lib.base.fields import short_repr
 from madmax_lib.catalog.data_files import table
 from madmax_lib.catalog.software import OVERLAPS, Software
+from madmax_lib.plan.layout import layout_chunks
 
 # parts of a layer that may be computed again alone, in the order of their text form
 MODULES = table("recompute_modules").set_index("module")
@@ -54,6 +56,7 @@ class Plans:
     attention: Texts = "flash"
     first_layers: _Ints = 0  # 0: as the other stages
     last_layers: _Ints = 0  # likewise
+    layout: Texts = ""  # of all chunks; empty: as the other fields say
     embedding_as_layer: Flags = False
     head_as_layer: Flags = False
     capacity: _Floats = 0.0  # over the even share; 0: all tokens that come
@@ -155,6 +158,23 @@ class Plans:
         """Layers that embedding and head count as when stages are made equal: 0 to 2."""
         # times 1: the sum of two arrays of flags would be their `or`
         return 1 * self.embedding_as_layer + 1 * self.head_as_layer
+
+    def of_layout(self, count: Callable[[str], int]) -> _Ints:
+        """A count of each plan's layout, 0 where none is stated."""
+        words = distinct(self.layout) - {""}
+        return sum((self.layout == word) * count(word) for word in words)
+
+    @property
+    def prediction_stage(self) -> _Ints:
+        """Stage of the first MTP layer, which has a copy of the embedding; 0, where the
+        embedding is, without one.
+        """
+
+        def number(layout):
+            is_before = [not chunk.predictions for chunk in layout_chunks(layout)]
+            return is_before.index(False) if not all(is_before) else 0
+
+        return self.of_layout(number) % self.pp
 
     @property
     def expert_devices(self) -> str:

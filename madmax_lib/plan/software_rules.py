@@ -102,6 +102,7 @@ _CHOICES: dict[str, tuple[Callable, str]] = {
         # stated ends may be uneven, where embedding and head do not count
         lambda p, c: (
             (p.pp > 1)
+            & (p.layout == "")
             & ((p.first_layers + p.last_layers == 0) | (p.ends_as_layers > 0))
             & ((c.model.layers + p.ends_as_layers) % (p.pp * p.interleave) != 0)
         ),
@@ -121,6 +122,7 @@ _CHOICES: dict[str, tuple[Callable, str]] = {
         lambda p, c: (p.schedule == "zero-bubble") & (p.interleave > 1),
         "zero-bubble with interleave={p.interleave}",
     ),
+    "layout": (lambda p, c: p.layout != "", "layout={p.layout}"),
     "modules": (lambda p, c: p.recomputes_modules, "recompute={p.recompute}"),
     "rounded": (
         _is_not_counted_out,

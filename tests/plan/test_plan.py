@@ -16,7 +16,7 @@ VALUES = {
     "head_as_layer": (True, False), "first_layers": (0, 3, 7), "last_layers": (0, 2), "reduce_fp32": (True, False),
     "overlap_gather": (True, False), "qwz": (True, False), "hpz": (True, False), "qgz": (True, False),
     "capacity": (0.0, 1.25, 0.07, 2), "bucket_bytes": (25 * 2**20, 160e6, 1, math.inf, 838861.0),
-    "lora_rank": (0, 1, 16), "overlap_tp": (None, True, False), "overlap_ep": (None, True, False),
+    "layout": ("", "3+2m", "5+4"), "lora_rank": (0, 1, 16), "overlap_tp": (None, True, False), "overlap_ep": (None, True, False),
     "overlap_dp": (None, True, False),
 }  # fmt: skip
 

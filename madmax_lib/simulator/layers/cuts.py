@@ -19,6 +19,7 @@ _CUT = (
     "last_layers",
     "embedding_as_layer",
     "head_as_layer",
+    "layout",
     "folds",
 )
 
@@ -74,6 +75,9 @@ def cuts_of(plans: Plans, *counts: int | np.ndarray) -> tuple[list, np.ndarray]:
     code = np.zeros(shape, np.int64)
     for column in columns:
         if np.ndim(column):
+            if column.dtype.kind in "OU":  # few words
+                words = pd.factorize(np.ravel(column))[0]
+                column = words.reshape(np.shape(column))
             code = code * (int(column.max()) + 1) + column
     index, values = pd.factorize(code.ravel())
     rows = np.empty(len(values), int)
