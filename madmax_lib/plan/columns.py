@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from numbers import Real
@@ -197,6 +198,14 @@ class Plans:
         """Whether it names any module."""
         return self.recomputes(*MODULES.index)
 
+    @property
+    def budget(self) -> _Floats:
+        """Share of the activations that a memory budget keeps, of those beyond the input
+        of a layer; 1 without one.
+        """
+        words = [word for word in distinct(self.recompute) if is_budget(word)]
+        return 1 - sum((self.recompute == w) * (1 - int(w[6:]) / 100) for w in words)
+
     def overlaps(self, degree: str, software: Software) -> Flags:
         """Whether communication of tp, ep or dp runs beside compute: as the plan says,
         else as the software does.
@@ -218,6 +227,11 @@ class Plans:
                 is_open = isinstance(value, float) and value != value  # NaN: None
                 parts[name] = None if is_open else value
         return Plans(**parts)
+
+
+def is_budget(word: str) -> bool:
+    """Whether a recompute is a memory budget, in percent: budget0 to budget99."""
+    return re.fullmatch(r"budget(\d|[1-9]\d)", word) is not None
 
 
 def distinct(words: Texts) -> set[str]:

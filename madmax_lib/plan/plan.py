@@ -64,7 +64,8 @@ class Plan(Plans):
     micro_batch: samples per device and micro-batch (default 1).
     recompute: what the backward pass computes again: none, selective (attention's
         core), full, or modules of Megatron-Core joined by +: core_attn, moe_act,
-        layernorm, mla_up_proj, mlp, moe, shared_experts (default none).
+        layernorm, mla_up_proj, mlp, moe, shared_experts; or budgetN, torch's memory
+        budget: N % of what a layer keeps beyond its input is kept (default none).
     sequence_parallel: tp also splits what lies between its products (default None: with
         tp > 1).
     interleave: model chunks per pipeline stage (default 1).
@@ -102,10 +103,11 @@ class Plan(Plans):
     Parts of the text form: dpN tpN ppN cpN epN etpN; zN zero, mbN micro_batch, vN
     interleave, hsN shard, pfN prefetch, capN capacity, firstN and lastN layers, loraN
     rank, bucketN bytes, one-bucket; selective or full recompute, or of modules, as in
-    recompute-moe_act+mlp; layout-3+2x29+1m; sp, nosp; gpipe, zb, zbv, dualpipev;
-    ulysses; unfused; qwz, hpz, qgz, zpp; overlap-gather, reduce-fp32; embedding-layer,
-    head-layer; overlap-tp, overlap-ep, overlap-dp, no-overlap-tp, no-overlap-ep,
-    no-overlap-dp; offload-optimizer, offload-all, offload-chunks, offload-nvme.
+    recompute-moe_act+mlp, or recompute-budget50; layout-3+2x29+1m; sp, nosp; gpipe, zb,
+    zbv, dualpipev; ulysses; unfused; qwz, hpz, qgz, zpp; overlap-gather, reduce-fp32;
+    embedding-layer, head-layer; overlap-tp, overlap-ep, overlap-dp, no-overlap-tp,
+    no-overlap-ep, no-overlap-dp; offload-optimizer, offload-all, offload-chunks,
+    offload-nvme.
 
     Raises ValueError naming the field, its value and the rule (`rules.ALONE`).
     See also: mm.search, mm.estimate, mm.RunSpec.
@@ -197,7 +199,7 @@ class Plan(Plans):
         for word, (name, value) in _WORDS.items():
             if getattr(self, name) == value != default[name]:
                 parts.append(word)
-        if self.recomputes_modules:
+        if self.recomputes_modules or self.budget < 1:
             parts.append(f"recompute-{self.recompute}")
         if self.layout:
             parts.append(f"layout-{self.layout}")

@@ -422,6 +422,12 @@ _TRANSFORMER = (
     ),
     *map(_of_layers, STAGES),
     Rule(
+        "a memory budget is modelled for dense layers",
+        lambda p, c: (p.budget < 1) & bool(c.model.experts or c.model.blocks),
+        "recompute={p.recompute}: a memory budget is not modelled for layers of "
+        "{c.model.name}",
+    ),
+    Rule(
         "a model must have the modules that are recomputed",
         lambda p, c: p.recomputes(*lacking(c.model)),
         lambda p, c: (

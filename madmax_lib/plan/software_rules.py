@@ -202,6 +202,11 @@ SOFTWARE = (  # where a case names one, by `data/software.csv`
         "zero={p.zero} with pp={p.pp}",
     ),
     _software_rule(
+        "memory budgets",
+        lambda p, s: (p.budget < 1) & (not s.memory_budget),
+        "recompute={p.recompute}",
+    ),
+    _software_rule(
         "HSDP",
         lambda p, s: (p.shard > 0) & (not s.hybrid_shard),
         "shard={p.shard} (HSDP)",

@@ -272,7 +272,13 @@ def _torchtitan(plan, run):
     flags |= {f"training.{k}": v for k, v in without_off(training).items()}
     if plan.overlap_tp and plan.tp > 1:
         flags |= {"compile.enable": True, "compile.enable_async_tensor_parallel": True}
-    words = [*_words(flags), f"activation-checkpoint:{plan.recompute}"]
+    checkpoint = plan.recompute
+    if plan.budget < 1:
+        checkpoint = (
+            f"memory-budget --activation-checkpoint.memory-budget {plan.budget}"
+        )
+        flags["compile.enable"] = True
+    words = [*_words(flags), f"activation-checkpoint:{checkpoint}"]
     if run.model is None:
         return " \\\n".join(words)
     config = titan_config(run.model)

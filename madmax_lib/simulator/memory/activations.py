@@ -175,11 +175,18 @@ def layer_bytes(case: Case, word: str, software: Software) -> LayerBytes:
         products = (qkv + halves * inner + mixed) / tp + len(blocks) * h / shards
         products = products / 2 + (values + mixer) / tp + h / shards
         selective = tokens * (width * products + np.where(flash, core, 0))
+    full = tokens * (width + wider) * streams * h / shards
     after_recompute = np.select(
         [p.recompute == "full", p.recompute == "selective"],
-        [tokens * (width + wider) * streams * h / shards, selective],
+        [full, selective],
         stored - modules,
     )
+    if any_nonzero(p.budget < 1):
+        # all but products and attention goes first (`layers.modules`)
+        others = tokens * (entering * entered + (gate + trained) * inner / tp)
+        beyond = stored - full
+        kept = full + np.minimum(p.budget * beyond, beyond - others)
+        after_recompute = np.where(p.budget < 1, kept, after_recompute)
     # attention is computed again when the other half is done with
     again = stored - after_recompute
     again = again - tokens * np.minimum(in_attention, in_feed_forward)
