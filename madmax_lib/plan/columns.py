@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from numbers import Real
 
@@ -18,6 +18,7 @@ from madmax_lib.plan.layout import layout_chunks
 
 # parts of a layer that may be computed again alone, in the order of their text form
 MODULES = table("recompute_modules").set_index("module")
+_MANY = 1 << 31  # digits times digits that fit into 64 bits
 _Ints = int | np.ndarray
 _Floats = float | np.ndarray
 Flags = bool | np.ndarray
@@ -172,8 +173,8 @@ class Plans:
         """
 
         def number(layout):
-            is_before = [not chunk.predictions for chunk in layout_chunks(layout)]
-            return is_before.index(False) if not all(is_before) else 0
+            chunks = enumerate(layout_chunks(layout))
+            return next((i for i, chunk in chunks if chunk.predictions), 0)
 
         return self.of_layout(number) % self.pp
 
@@ -232,6 +233,33 @@ class Plans:
 def is_budget(word: str) -> bool:
     """Whether a recompute is a memory budget, in percent: budget0 to budget99."""
     return re.fullmatch(r"budget(\d|[1-9]\d)", word) is not None
+
+
+def alike_rows(
+    columns: Iterable[np.ndarray | Real | str | None], shape: tuple[int, ...]
+) -> tuple[np.ndarray, np.ndarray]:
+    """A row of each kind, and the kind of each row, of columns that broadcast to a
+    shape; rows are counted along its flat form.
+
+    >>> rows, kinds = alike_rows([np.array([4, 5, 4]), 7], (3,))
+    >>> rows.tolist(), kinds.tolist()
+    ([2, 1], [0, 1, 0])
+    """
+    # the columns as digits of one number for each row
+    code = np.zeros(shape, np.int64)
+    count = 1
+    for column in columns:
+        if np.ndim(column):
+            digit, values = pd.factorize(np.ravel(column), use_na_sentinel=False)
+            code = code * len(values) + digit.reshape(np.shape(column))
+            count *= len(values)
+            if count > _MANY:  # its gaps are closed before it grows too large
+                code = pd.factorize(code.ravel())[0].reshape(shape)
+                count = int(code.max()) + 1
+    kind, values = pd.factorize(code.ravel())
+    rows = np.empty(len(values), np.int64)
+    rows[kind] = np.arange(len(kind))
+    return rows, kind
 
 
 def distinct(words: Texts) -> set[str]:

@@ -6,12 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, is_dataclass
 
 import numpy as np
-import pandas as pd
 
-from madmax_lib.plan.columns import Plans
-
-_SAMPLE = 1024  # values of a column that are looked at first
-_SPARSE = 8  # codes of more values than this per row are counted by hashing
+from madmax_lib.plan.columns import Plans, alike_rows
 
 
 @dataclass(frozen=True)
@@ -22,24 +18,6 @@ class UniqueRows:
     inverse: np.ndarray  # (n,) kind of each row
 
 
-@dataclass(frozen=True)
-class _Codes:
-    """Numbers (n,) from 0 to below `count`."""
-
-    code: np.ndarray
-    count: int
-
-    def dense(self):
-        """The same numbers without gaps."""
-        if self.count > _SPARSE * len(self.code):
-            code, values = pd.factorize(self.code)
-            return _Codes(code, len(values))
-        used = np.zeros(self.count, bool)
-        used[self.code] = True
-        number = np.cumsum(used) - 1
-        return _Codes(number[self.code], int(number[-1]) + 1)
-
-
 def unique_rows(
     plan: Plans,
     names: Iterable[str],
@@ -47,43 +25,12 @@ def unique_rows(
     where: np.ndarray | bool = True,
 ) -> UniqueRows | None:
     """Kinds of plans, whose rows have the same `names` and, as far as where is True,
-    the same `more_names`; None if hardly any two rows are alike.
+    the same numbers of `more_names`; None if hardly any two rows are alike.
     """
-    (size,) = plan.shape
-    kinds = _Codes(np.zeros(size, np.int64), 1)
-    for name in (*names, *more_names):
-        column = getattr(plan, name)
-        if not np.ndim(column):
-            continue
-        values = _codes(column)
-        if name in more_names:  # 0 for all rows where it does not matter
-            values = _Codes((values.code + 1) * where, values.count + 1)
-        # columns are digits of one number; gaps are closed before it grows too large
-        if kinds.count * values.count > 4 * size:
-            kinds = kinds.dense()
-        code = kinds.code * values.count + values.code
-        kinds = _Codes(code, kinds.count * values.count)
-    kinds = kinds.dense()
-    if 2 * kinds.count > size:
-        return None
-    rows = np.empty(kinds.count, np.int64)
-    rows[kinds.code] = np.arange(size)
-    return UniqueRows(rows, kinds.code)
-
-
-def _codes(column):
-    """A number for each value of a column."""
-    if isinstance(column, pd.Categorical):
-        return _Codes(column.codes.astype(np.int64), len(column.categories))
-    if column.dtype.kind in "iub":
-        low = int(column.min())
-        span = int(column.max()) - low + 1
-        return _Codes(column.astype(np.int64) - low, span).dense()
-    # most values of a sample differ: take it that all do
-    if len(pd.unique(column[:_SAMPLE])) > _SAMPLE // 2:
-        return _Codes(np.arange(len(column)), len(column))
-    code, values = pd.factorize(column, use_na_sentinel=False)
-    return _Codes(code, len(values))
+    columns = [getattr(plan, name) for name in names]
+    columns += [np.multiply(getattr(plan, name), where) for name in more_names]
+    kinds = UniqueRows(*alike_rows(columns, plan.shape))
+    return None if 2 * len(kinds.rows) > len(kinds.inverse) else kinds
 
 
 def map_leaves(function: Callable, *items):

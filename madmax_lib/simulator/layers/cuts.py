@@ -5,10 +5,10 @@ plans of a table or a product.
 from itertools import pairwise
 
 import numpy as np
-import pandas as pd
 
 from madmax_lib.catalog import Software, Transformer
 from madmax_lib.plan import Plan, Plans
+from madmax_lib.plan.columns import alike_rows
 from madmax_lib.plan.layers import chunk_layers
 
 # fields of a plan that say where a model is cut
@@ -71,17 +71,7 @@ def cuts_of(plans: Plans, *counts: int | np.ndarray) -> tuple[list, np.ndarray]:
     """
     columns = [*(getattr(plans, name) for name in _CUT), *counts]
     shape = np.broadcast_shapes(*map(np.shape, columns))
-    # the columns as digits of one number for each plan
-    code = np.zeros(shape, np.int64)
-    for column in columns:
-        if np.ndim(column):
-            if column.dtype.kind in "OU":  # few words
-                words = pd.factorize(np.ravel(column))[0]
-                column = words.reshape(np.shape(column))
-            code = code * (int(column.max()) + 1) + column
-    index, values = pd.factorize(code.ravel())
-    rows = np.empty(len(values), int)
-    rows[index] = np.arange(len(index))
+    rows, index = alike_rows(columns, shape)
     firsts = (np.broadcast_to(column, shape).flat[rows] for column in columns)
     cuts = zip(*(first.tolist() for first in firsts), strict=True)
     # one number for each plan of the table or product

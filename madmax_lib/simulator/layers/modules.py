@@ -57,19 +57,16 @@ def _within_budget(blocks, work):
     attention, h of a product. Nothing needs the output of a layer's last product again.
     """
     budget = work.plan.budget
-    kinds = {"products": 0.0, "attention": 0.0, "others": 0.0}
-    ops = [op for block in blocks for op in block.ops]
-    last = [op for op in ops if op.kind == "gemm"][-1]
+    *ops, last = [op for block in blocks for op in block.ops]
+    # rotary positions take the place of what they turn
+    sizes = {"products": 0.0, "attention": 0.0, "others": 0.0}
     for op in ops:
-        # rotary positions take the place of what they turn
-        if op is not last and op.name != "rotary":
-            kinds[_kind(op)] = kinds[_kind(op)] + op.written_bytes
-    products, attention, others = kinds.values()
+        sizes[_tier(op)] = sizes[_tier(op)] + (op.name != "rotary") * op.written_bytes
+    products, attention, others = sizes.values()
     dropped = products + attention - budget * (others + products + attention)
     dropped = np.maximum(dropped, 0.0)
-    is_attention_last = 2 * work.sequence > work.shape.hidden
     of_products = np.where(
-        is_attention_last,
+        2 * work.sequence > work.shape.hidden,
         np.minimum(dropped, products),
         np.maximum(dropped - attention, 0.0),
     )
@@ -82,7 +79,7 @@ def _within_budget(blocks, work):
         replace(
             block,
             ops=tuple(
-                replace(op, again=shares[_kind(op)] * (op is not last))
+                replace(op, again=shares[_tier(op)] * (op is not last))
                 for op in block.ops
             ),
             # what a product reads is gathered again
@@ -92,7 +89,7 @@ def _within_budget(blocks, work):
     ]
 
 
-def _kind(op):
+def _tier(op):
     if op.core:
         return "attention"
     return "products" if op.kind == "gemm" else "others"

@@ -270,11 +270,10 @@ def in_flight_of_layouts(plans: Plans, stage, batches, micro_batches):
     group = np.minimum(plans.pp, micro_batches)
     rounds, rest = np.divmod(batches * plans.interleave, plans.interleave * group)
     for word in distinct(plans.layout) - {""}:
-        sizes = np.array([sum(chunk) for chunk in layout_chunks(word)])
+        sizes = np.array([*map(sum, layout_chunks(word)), 0])
         passed_layers = layers = 0.0
         for chunk in range(int(np.max(plans.interleave))):
-            number = chunk * plans.pp + stage
-            size = (number < len(sizes)) * sizes[np.minimum(number, len(sizes) - 1)]
+            size = sizes[np.minimum(chunk * plans.pp + stage, len(sizes) - 1)]
             passed = rounds * group + np.clip(rest - chunk * group, 0, group)
             passed_layers = passed_layers + passed * size
             layers = layers + size
