@@ -3,19 +3,11 @@ for each kind of row. And functions over all numbers of nested values.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 
 import numpy as np
 
 from madmax_lib.plan.columns import Plans, alike_rows
-
-
-@dataclass(frozen=True)
-class UniqueRows:
-    """One row of each kind, and the kind of each row."""
-
-    rows: np.ndarray  # (kinds,) a row of each kind
-    inverse: np.ndarray  # (n,) kind of each row
 
 
 def unique_rows(
@@ -23,14 +15,17 @@ def unique_rows(
     names: Iterable[str],
     more_names: Iterable[str] = (),
     where: np.ndarray | bool = True,
-) -> UniqueRows | None:
-    """Kinds of plans, whose rows have the same `names` and, as far as where is True,
-    the same numbers of `more_names`; None if hardly any two rows are alike.
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """A row of each kind of plans, and the kind of each row (n,); None if hardly any two
+    are alike.
+
+    Rows of a kind have the same `names` and, as far as where is True, the same numbers
+    of `more_names`.
     """
     columns = [getattr(plan, name) for name in names]
     columns += [np.multiply(getattr(plan, name), where) for name in more_names]
-    kinds = UniqueRows(*alike_rows(columns, plan.shape))
-    return None if 2 * len(kinds.rows) > len(kinds.inverse) else kinds
+    rows, kind = alike_rows(columns, plan.shape)
+    return (rows, kind) if 2 * len(rows) <= len(kind) else None
 
 
 def map_leaves(function: Callable, *items):

@@ -126,7 +126,7 @@ def _passes_of_rows(steps, parameters):
         names = ("dp", "zero") if any_nonzero(steps.traits.on_host) else ()
         kinds = unique_rows(plan, _PASS, names)
         if kinds is not None:
-            rows, index = kinds.rows, kinds.inverse
+            rows, index = kinds
         blocks = blocks + 3 * (plan.cp > 1)
     codes = blocks[rows]
     groups = [np.flatnonzero(codes == code) for code in np.unique(codes)]

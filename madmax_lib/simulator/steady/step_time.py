@@ -84,11 +84,12 @@ def pipelines_of(
     kinds = unique_rows(steps.plan, _PASSES, _SHARDED, sharded)
     if kinds is None or np.any(steps.jitter):
         return None
-    times = _pipeline(steps[kinds.rows], parameters)
+    firsts, kind = kinds
+    times = _pipeline(steps[firsts], parameters)
 
     def of(rows):
         prices = Prices(steps[rows], parameters)
-        return replace(take_rows(times, kinds.inverse[rows]), prices=prices)
+        return replace(take_rows(times, kind[rows]), prices=prices)
 
     return of
 
