@@ -84,11 +84,12 @@ def kernel_s(
     """Seconds of any kernel, moe among them, that computes and moves so much.
 
     operation: of `data/kernel_rates.csv`, of a shape as in `work_of`. moe: the products
-    of the experts that a device holds, 6 FLOPs per routed token, channel of hidden and of the expert's width;
-    bytes of their weights and of what the products read and write. convolution: the
-    causal one of a state-space layer, forward. delta_rule: the gated one of linear
-    attention, forward; of a shape in place of FLOPs and bytes, `batch`, `sequence`,
-    `heads` of values, `kv_heads` of keys and queries, `head_dim` [arXiv 2412.06464].
+    of the experts that a device holds, 6 FLOPs per routed token, channel of hidden and
+    of the expert's width; bytes of their weights and of what the products read and
+    write. convolution: the causal one of a state-space layer, forward. delta_rule: the
+    gated one of linear attention, forward; of a shape in place of FLOPs and bytes,
+    `batch`, `sequence`, `heads` of values, `kv_heads` of keys and queries, `head_dim`
+    [arXiv 2412.06464].
 
     >>> shape = {"batch": 1, "sequence": 8192, "heads": 32, "kv_heads": 16}
     >>> f"{kernel_s('h100', 'delta_rule', **shape, head_dim=128):.2g}"

@@ -1,31 +1,9 @@
-"""Rows of a table of plans that share a part of their step: the part is worked out once
-for each kind of row. And functions over all numbers of nested values.
-"""
+"""Functions over all numbers of nested values, such as those of some rows of a table."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 
 import numpy as np
-
-from madmax_lib.plan.columns import Plans, alike_rows
-
-
-def unique_rows(
-    plan: Plans,
-    names: Iterable[str],
-    more_names: Iterable[str] = (),
-    where: np.ndarray | bool = True,
-) -> tuple[np.ndarray, np.ndarray] | None:
-    """A row of each kind of plans, and the kind of each row (n,); None if hardly any two
-    are alike.
-
-    Rows of a kind have the same `names` and, as far as where is True, the same numbers
-    of `more_names`.
-    """
-    columns = [getattr(plan, name) for name in names]
-    columns += [np.multiply(getattr(plan, name), where) for name in more_names]
-    rows, kind = alike_rows(columns, plan.shape)
-    return (rows, kind) if 2 * len(rows) <= len(kind) else None
 
 
 def map_leaves(function: Callable, *items):
