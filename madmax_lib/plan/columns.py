@@ -251,6 +251,7 @@ def alike_rows(
     for column in columns:
         if np.ndim(column):
             digit, values = pd.factorize(np.ravel(column), use_na_sentinel=False)
+            # digits in the column's shape again, which broadcasts to that of all
             code = code * len(values) + digit.reshape(np.shape(column))
             count *= len(values)
             if count > _MANY:  # its gaps are closed before it grows too large

@@ -185,8 +185,8 @@ def layer_bytes(case: Case, word: str, software: Software) -> LayerBytes:
         # all but products and attention goes first (`layers.modules`)
         others = tokens * (entering * entered + (gate + trained) * inner / tp)
         beyond = stored - full
-        kept = full + np.minimum(p.budget * beyond, beyond - others)
-        after_recompute = np.where(p.budget < 1, kept, after_recompute)
+        in_budget = full + np.minimum(p.budget * beyond, beyond - others)
+        after_recompute = np.where(p.budget < 1, in_budget, after_recompute)
     # attention is computed again when the other half is done with
     again = stored - after_recompute
     again = again - tokens * np.minimum(in_attention, in_feed_forward)
