@@ -293,16 +293,17 @@ def meetings(starts: list[dict[int, int]], ahead_ns: dict[int, int]) -> list[tup
 
 
 def passes_held(
-    schedule: str, stage: int, pp: int, micro_batches: int, chunks: int = 1
+    schedule: str, stage: int, pp: int, micro_batches: int, chunks: int = 1, sizes=None
 ) -> int:
-    """Passes whose activations a stage holds at once, at most; freed by the last pass
-    that needs them.
+    """Passes whose activations a stage holds at once, at most, or the layers of these,
+    where sizes has those of each chunk; freed by the last pass that needs them.
     """
     slots = order(schedule, stage, pp, micro_batches, chunks)
     last = {slot[1:]: place for place, slot in enumerate(slots)}
     frees = [last[slot[1:]] == place for place, slot in enumerate(slots)]
     begins = [direction == "forward" for direction, *_ in slots]
-    return np.cumsum(np.subtract(begins, frees, dtype=int)).max()
+    weights = [1 if sizes is None else sizes[chunk] for _, chunk, _ in slots]
+    return np.cumsum(np.subtract(begins, frees, dtype=int) * weights).max()
 
 
 def core_flops(block) -> float:

@@ -87,6 +87,7 @@ class Software:
     zero: tuple[int, ...] = (0, 1, 2, 3)  # 0 is DDP
     zero_under_pipeline: tuple[int, ...] = (0, 1, 2, 3)
     hybrid_shard: bool = True  # ZeRO in groups, with copies across
+    memory_budget: bool = False  # torch's partitioner keeps activations within one
     zero_plus_plus: tuple[str, ...] = ("qwz", "hpz", "qgz")
     context: tuple[str, ...] = ("ring", "ulysses")  # empty: cp=1 alone
     expert_placement: tuple[str, ...] = (

@@ -5,20 +5,18 @@ through the rooms.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from madmax_lib import catalog
 from madmax_lib.base.fields import is_number, require_int, short_repr
 from madmax_lib.catalog.hardware import dtype_named
-from madmax_lib.catalog.models import Cluster, Model
+from madmax_lib.catalog.models import DLRM, Cluster, Model
 from madmax_lib.catalog.software import Software
-
-if TYPE_CHECKING:
-    from madmax_lib.plan.columns import Plans
+from madmax_lib.plan.columns import Plans, distinct
+from madmax_lib.plan.layout import predictions
 
 _OPTIMIZERS = catalog.table("optimizers")["optimizer"].tolist()
 _MOST = 1000  # of jitter and imbalance: beyond it a unit was mistaken
@@ -40,7 +38,8 @@ class Case:
     >>> case.model.layers, case.tokens, float(case.micro_batches)
     (12, 4096.0, 2.0)
 
-    model: what is trained; a text names one of the catalog or a `config.json`.
+    model: what is trained; a text names one of the catalog or a `config.json`. MTP
+        layers that the plan's layout has are further layers of it.
     cluster: where, or the name of one in the catalog or of a `machine.json`; None where
         only memory is asked for.
     plan: how the model is split, a `Plan` or the columns of many.
@@ -80,7 +79,7 @@ class Case:
                 put(name, value := float(spreads[name]))
             if not is_number(value, least) or value > _MOST:
                 raise ValueError(f"{name}={short_repr(value)} must be {what}")
-        put("model", catalog.model(self.model))
+        put("model", _with_predictions(catalog.model(self.model), self.plan))
         if self.cluster is not None:
             put("cluster", catalog.cluster(self.cluster))
         # many steps have an array of batches
@@ -134,3 +133,27 @@ class Case:
         """
         global_batch = np.inf if self.global_batch is None else self.global_batch
         return np.ceil(global_batch / (self.plan.dp * self.plan.micro_batch))
+
+
+def _with_predictions(model, plan):
+    """The model with the MTP layers of layouts, unless it has them: each is one more
+    layer like the last, and the head's work once more.
+
+    Left out is the product of 2 hidden^2 weights before each.
+    """
+    layouts = distinct(getattr(plan, "layout", ""))  # a search's case has no plan yet
+    counts = {predictions(layout) for layout in layouts}
+    count = max(counts, default=0)
+    if not count or isinstance(model, DLRM) or model.predicted_share > 1:
+        return model
+    if len(counts) > 1:
+        raise ValueError(
+            "layouts with and without MTP layers m need tables of their own"
+        )
+    words = [*model.layer_kinds, *model.layer_kinds[-1:] * count]
+    return replace(
+        model,
+        layers=len(words),
+        blocks=" ".join(words) if model.blocks else "",
+        predicted_share=(1 + count) * model.predicted_share,
+    )

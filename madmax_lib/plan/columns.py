@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from numbers import Real
 
@@ -12,9 +14,11 @@ import pandas as pd
 from madmax_lib.base.fields import short_repr
 from madmax_lib.catalog.data_files import table
 from madmax_lib.catalog.software import OVERLAPS, Software
+from madmax_lib.plan.layout import layout_chunks
 
 # parts of a layer that may be computed again alone, in the order of their text form
 MODULES = table("recompute_modules").set_index("module")
+_MANY = 1 << 31  # digits times digits that fit into 64 bits
 _Ints = int | np.ndarray
 _Floats = float | np.ndarray
 Flags = bool | np.ndarray
@@ -54,6 +58,7 @@ class Plans:
     attention: Texts = "flash"
     first_layers: _Ints = 0  # 0: as the other stages
     last_layers: _Ints = 0  # likewise
+    layout: Texts = ""  # of all chunks; empty: as the other fields say
     embedding_as_layer: Flags = False
     head_as_layer: Flags = False
     capacity: _Floats = 0.0  # over the even share; 0: all tokens that come
@@ -156,6 +161,23 @@ class Plans:
         # times 1: the sum of two arrays of flags would be their `or`
         return 1 * self.embedding_as_layer + 1 * self.head_as_layer
 
+    def of_layout(self, count: Callable[[str], int]) -> _Ints:
+        """A count of each plan's layout, 0 where none is stated."""
+        words = distinct(self.layout) - {""}
+        return sum((self.layout == word) * count(word) for word in words)
+
+    @property
+    def prediction_stage(self) -> _Ints:
+        """Stage of the first MTP layer, which has a copy of the embedding; 0, where the
+        embedding is, without one.
+        """
+
+        def number(layout):
+            chunks = enumerate(layout_chunks(layout))
+            return next((i for i, chunk in chunks if chunk.predictions), 0)
+
+        return self.of_layout(number) % self.pp
+
     @property
     def expert_devices(self) -> str:
         """The devices over which one plan lays its experts, in words."""
@@ -176,6 +198,14 @@ class Plans:
     def recomputes_modules(self) -> Flags:
         """Whether it names any module."""
         return self.recomputes(*MODULES.index)
+
+    @property
+    def budget(self) -> _Floats:
+        """Share of the activations that a memory budget keeps, of those beyond the input
+        of a layer; 1 without one.
+        """
+        words = [word for word in distinct(self.recompute) if is_budget(word)]
+        return 1 - sum((self.recompute == w) * (1 - int(w[6:]) / 100) for w in words)
 
     def overlaps(self, degree: str, software: Software) -> Flags:
         """Whether communication of tp, ep or dp runs beside compute: as the plan says,
@@ -198,6 +228,39 @@ class Plans:
                 is_open = isinstance(value, float) and value != value  # NaN: None
                 parts[name] = None if is_open else value
         return Plans(**parts)
+
+
+def is_budget(word: str) -> bool:
+    """Whether a recompute is a memory budget, in percent: budget0 to budget99."""
+    return re.fullmatch(r"budget(\d|[1-9]\d)", word) is not None
+
+
+def alike_rows(
+    columns: Iterable[np.ndarray | Real | str | None], shape: tuple[int, ...]
+) -> tuple[np.ndarray, np.ndarray]:
+    """A row of each kind, and the kind of each row, of columns that broadcast to a
+    shape; rows are counted along its flat form.
+
+    >>> rows, kinds = alike_rows([np.array([4, 5, 4]), 7], (3,))
+    >>> rows.tolist(), kinds.tolist()
+    ([2, 1], [0, 1, 0])
+    """
+    # the columns as digits of one number for each row
+    code = np.zeros(shape, np.int64)
+    count = 1
+    for column in columns:
+        if np.ndim(column):
+            digit, values = pd.factorize(np.ravel(column), use_na_sentinel=False)
+            # digits in the column's shape again, which broadcasts to that of all
+            code = code * len(values) + digit.reshape(np.shape(column))
+            count *= len(values)
+            if count > _MANY:  # its gaps are closed before it grows too large
+                code = pd.factorize(code.ravel())[0].reshape(shape)
+                count = int(code.max()) + 1
+    kind, values = pd.factorize(code.ravel())
+    rows = np.empty(len(values), np.int64)
+    rows[kind] = np.arange(len(kind))
+    return rows, kind
 
 
 def distinct(words: Texts) -> set[str]:

@@ -1,7 +1,8 @@
 """The layers that a pipeline stage holds: one rule for runs and simulations."""
 
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
+from madmax_lib.plan.layout import layout_chunks
 from madmax_lib.plan.plan import Plan
 from madmax_lib.plan.rules import STAGES, enforce, layers_between
 
@@ -39,7 +40,10 @@ def chunk_layers(layers: int, plan: Plan) -> list[list[range]]:
     pp = plan.pp
     chunks = plan.interleave
     is_stated = plan.first_layers or plan.last_layers or plan.ends_as_layers
-    if pp > 1 and is_stated:
+    if plan.layout:
+        enforce(STAGES, plan, layers)
+        parts = _ranges(map(sum, layout_chunks(plan.layout)))
+    elif pp > 1 and is_stated:
         parts = _ranges(_uneven(layers, plan))
     else:
         parts = _stage_layers(layers, pp * chunks)
@@ -93,5 +97,5 @@ def _filled(layers, chunks):
 
 def _ranges(sizes):
     """Layers of each part, where the parts follow each other."""
-    ends = accumulate(sizes)
-    return [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+    ends = accumulate(sizes, initial=0)
+    return [range(*pair) for pair in pairwise(ends)]

@@ -22,6 +22,7 @@ from madmax_lib.catalog.data_files import data_file
 from madmax_lib.catalog.models import Cluster, Model
 from madmax_lib.plan.case import Case
 from madmax_lib.plan.columns import Plans
+from madmax_lib.plan.layout import layout_chunks, layout_text
 from madmax_lib.plan.rule import ZERO_PLUS
 from madmax_lib.plan.rules import ALONE, BATCH, enforce, rules_of
 
@@ -38,7 +39,7 @@ _HABITS = {  # words of others, and what they are here
     "hsdp": "dpN.hsN.z3",
     "deepspeed": "dpN.z1 to dpN.z3",
 }
-_MODULES = "recompute-"  # before modules joined by +
+_TEXTS = {"recompute-": "recompute", "layout-": "layout"}  # before parts joined by +
 _CONSTANTS = {"True": True, "False": False, "inf": math.inf}
 _WORDS = {  # field and value of each word
     word: (name, _CONSTANTS.get(value, value))
@@ -63,7 +64,8 @@ class Plan(Plans):
     micro_batch: samples per device and micro-batch (default 1).
     recompute: what the backward pass computes again: none, selective (attention's
         core), full, or modules of Megatron-Core joined by +: core_attn, moe_act,
-        layernorm, mla_up_proj, mlp, moe, shared_experts (default none).
+        layernorm, mla_up_proj, mlp, moe, shared_experts; or budgetN, torch's memory
+        budget: N % of what a layer keeps beyond its input is kept (default none).
     sequence_parallel: tp also splits what lies between its products (default None: with
         tp > 1).
     interleave: model chunks per pipeline stage (default 1).
@@ -85,6 +87,9 @@ class Plan(Plans):
         through memory (default flash).
     first_layers, last_layers: layers of the first and last pipeline stage, of whose
         chunks the very first and very last are shorter (default 0: as the others).
+    layout: layers of every chunk in the pipeline's order, joined by +, for stages of any
+        length [Megatron-LM]: 3+2x29+1m is 3, 29 times 2, and one with an MTP layer m
+        behind it (default empty: as the other fields say).
     embedding_as_layer, head_as_layer: they count as a layer when stages are made equal
         [Megatron-LM] (default False).
     capacity: tokens an expert takes over its even share; as text in percent, cap125 is
@@ -98,10 +103,11 @@ class Plan(Plans):
     Parts of the text form: dpN tpN ppN cpN epN etpN; zN zero, mbN micro_batch, vN
     interleave, hsN shard, pfN prefetch, capN capacity, firstN and lastN layers, loraN
     rank, bucketN bytes, one-bucket; selective or full recompute, or of modules, as in
-    recompute-moe_act+mlp; sp, nosp; gpipe, zb, zbv, dualpipev; ulysses; unfused; qwz,
-    hpz, qgz, zpp; overlap-gather, reduce-fp32; embedding-layer, head-layer; overlap-tp,
-    overlap-ep, overlap-dp, no-overlap-tp, no-overlap-ep, no-overlap-dp;
-    offload-optimizer, offload-all, offload-chunks, offload-nvme.
+    recompute-moe_act+mlp, or recompute-budget50; layout-3+2x29+1m; sp, nosp; gpipe, zb,
+    zbv, dualpipev; ulysses; unfused; qwz, hpz, qgz, zpp; overlap-gather, reduce-fp32;
+    embedding-layer, head-layer; overlap-tp, overlap-ep, overlap-dp, no-overlap-tp,
+    no-overlap-ep, no-overlap-dp; offload-optimizer, offload-all, offload-chunks,
+    offload-nvme.
 
     Raises ValueError naming the field, its value and the rule (`rules.ALONE`).
     See also: mm.search, mm.estimate, mm.RunSpec.
@@ -118,6 +124,8 @@ class Plan(Plans):
         for name, value in vars(self).items():
             if isinstance(value, np.generic):
                 object.__setattr__(self, name, value.item())
+        chunks = layout_chunks(str(self.layout))
+        object.__setattr__(self, "layout", layout_text(chunks))
         enforce(ALONE, self, None)
         if self.recomputes_modules:
             modules = "+".join(sorted({*self.recompute.split("+")}))
@@ -160,8 +168,9 @@ class Plan(Plans):
         if part in _WORDS:
             name, value = _WORDS[part]
             return {name: value}
-        if part.startswith(_MODULES):
-            return {"recompute": part.removeprefix(_MODULES)}
+        for prefix, name in _TEXTS.items():
+            if part.startswith(prefix):
+                return {name: part.removeprefix(prefix)}
         match = re.fullmatch(r"([a-z_]+)=?([0-9]+)", part, re.ASCII)
         if match and match[1] in _TYPED:
             name = _TYPED[match[1]]
@@ -190,8 +199,10 @@ class Plan(Plans):
         for word, (name, value) in _WORDS.items():
             if getattr(self, name) == value != default[name]:
                 parts.append(word)
-        if self.recomputes_modules:
-            parts.append(f"{_MODULES}{self.recompute}")
+        if self.recomputes_modules or self.budget < 1:
+            parts.append(f"recompute-{self.recompute}")
+        if self.layout:
+            parts.append(f"layout-{self.layout}")
         return ".".join(parts)
 
     def micro_batches(self, global_batch: int) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 
 from madmax_lib.base.fields import is_whole, short_repr
 from madmax_lib.catalog.data_files import data_file
-from madmax_lib.plan.columns import MODULES, distinct
+from madmax_lib.plan.columns import MODULES, distinct, is_budget
 
 ZERO_PLUS = ("qwz", "hpz", "qgz")  # the three parts of ZeRO++ [arXiv 2306.10209]
 _DEGREES = ("dp", "tp", "pp", "cp", "ep", "micro_batch", "interleave")
@@ -46,13 +46,15 @@ def enforce(rules: Iterable[Rule], plan, case) -> None:
 
 
 def is_not_among(value, choices: tuple):
-    """Whether a field is none of its choices, a flag or a mask; of modules, those
-    joined by + are choices too.
+    """Whether a field is none of its choices, a flag or a mask; of recompute, modules
+    joined by + and budgets are choices too.
     """
     if "selective" in choices:
         modules = {*MODULES.index}
         words = distinct(value)
-        choices += tuple(word for word in words if {*word.split("+")} <= modules)
+        choices += tuple(
+            word for word in words if {*word.split("+")} <= modules or is_budget(word)
+        )
     if isinstance(value, np.ndarray) and value.dtype.kind == "b" and True in choices:
         return False
     if not hasattr(value, "shape"):
@@ -98,7 +100,8 @@ FIELDS: dict[str, Rule] = {  # of one field each
             name,
             "known",
             partial(is_not_among, choices=choices),
-            f"is not one of {', '.join(map(str, choices))}",
+            f"is not one of {', '.join(map(str, choices))}"
+            + ", budget0 to budget99" * (name == "recompute"),
         )
         for name, choices in _CHOICES.items()
     },

@@ -14,6 +14,7 @@ import numpy as np
 from madmax_lib.catalog.models import DLRM, Model
 from madmax_lib.plan.case import Case
 from madmax_lib.plan.columns import MODULES
+from madmax_lib.plan.layout import layout_chunks, layout_layers
 from madmax_lib.plan.rule import FIELDS, ZERO_PLUS, Rule, enforce
 from madmax_lib.plan.software_rules import SOFTWARE, STATED
 
@@ -128,6 +129,21 @@ ALONE = (
         "embedding_as_layer and first_layers, head_as_layer and last_layers exclude "
         "each other",
     ),
+    Rule(
+        "a layout states all chunks",
+        lambda p, c: (
+            (p.layout != "")
+            & (
+                (
+                    p.of_layout(lambda text: len(layout_chunks(text)))
+                    != p.pp * p.interleave
+                )
+                | (p.first_layers + p.last_layers + p.ends_as_layers > 0)
+            )
+        ),
+        "layout={p.layout} must have pp x interleave = {p.pp} x {p.interleave} chunks, "
+        "and no first_layers, last_layers, embedding_as_layer or head_as_layer beside it",
+    ),
 )
 
 
@@ -177,8 +193,16 @@ def layers_between(p, layers) -> Between:
 # of a plan and a number of layers
 STAGES = (
     Rule(
+        "a layout must have the layers of the model",
+        lambda p, layers: (p.layout != "") & (p.of_layout(layout_layers) != layers),
+        lambda p, layers: (
+            f"layout={p.layout} has {layout_layers(p.layout)} layers, MTP layers among "
+            f"them, for a model of {layers}"
+        ),
+    ),
+    Rule(
         "the ends must leave layers for the other stages",
-        lambda p, layers: layers_between(p, layers).lacks_layers,
+        lambda p, layers: (p.layout == "") & layers_between(p, layers).lacks_layers,
         "first_layers={p.first_layers} and last_layers={p.last_layers} do not leave {c} "
         "layers for pp x interleave = {p.pp} x {p.interleave}",
     ),
@@ -368,7 +392,7 @@ _TRANSFORMER = (
         # chunks may be empty: that of an end which counts as a layer, and those that the
         # layers of an end leave; -n % v is what n lacks to a multiple of v
         lambda p, c: (
-            p.pp * p.interleave
+            (p.layout == "") * p.pp * p.interleave
             > c.model.layers
             + p.ends_as_layers
             + -p.first_layers % p.interleave
@@ -386,12 +410,23 @@ _TRANSFORMER = (
     Rule(
         "a V has two chunks per stage, whose lengths follow",
         lambda p, c: (
-            p.folds & ((p.interleave != 2) | (p.first_layers + p.last_layers > 0))
+            p.folds
+            & (
+                (p.interleave != 2)
+                | (p.first_layers + p.last_layers > 0)
+                | (p.layout != "")
+            )
         ),
-        "schedule={p.schedule!r} needs interleave=2 (v2) and no first_layers or "
-        "last_layers, got interleave={p.interleave}",
+        "schedule={p.schedule!r} needs interleave=2 (v2) and no first_layers, "
+        "last_layers or layout, got interleave={p.interleave}",
     ),
     *map(_of_layers, STAGES),
+    Rule(
+        "a memory budget is modelled for dense layers",
+        lambda p, c: (p.budget < 1) & bool(c.model.experts or c.model.blocks),
+        "recompute={p.recompute}: a memory budget is not modelled for layers of "
+        "{c.model.name}",
+    ),
     Rule(
         "a model must have the modules that are recomputed",
         lambda p, c: p.recomputes(*lacking(c.model)),

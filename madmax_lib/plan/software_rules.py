@@ -102,6 +102,7 @@ _CHOICES: dict[str, tuple[Callable, str]] = {
         # stated ends may be uneven, where embedding and head do not count
         lambda p, c: (
             (p.pp > 1)
+            & (p.layout == "")
             & ((p.first_layers + p.last_layers == 0) | (p.ends_as_layers > 0))
             & ((c.model.layers + p.ends_as_layers) % (p.pp * p.interleave) != 0)
         ),
@@ -121,6 +122,7 @@ _CHOICES: dict[str, tuple[Callable, str]] = {
         lambda p, c: (p.schedule == "zero-bubble") & (p.interleave > 1),
         "zero-bubble with interleave={p.interleave}",
     ),
+    "layout": (lambda p, c: p.layout != "", "layout={p.layout}"),
     "modules": (lambda p, c: p.recomputes_modules, "recompute={p.recompute}"),
     "rounded": (
         _is_not_counted_out,
@@ -198,6 +200,11 @@ SOFTWARE = (  # where a case names one, by `data/software.csv`
             is_not_among(p.zero, s.zero),
         ),
         "zero={p.zero} with pp={p.pp}",
+    ),
+    _software_rule(
+        "memory budgets",
+        lambda p, s: (p.budget < 1) & (not s.memory_budget),
+        "recompute={p.recompute}",
     ),
     _software_rule(
         "HSDP",

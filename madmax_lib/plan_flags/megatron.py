@@ -2,14 +2,16 @@
 
 import math
 import re
-from itertools import product
+from itertools import groupby, product
 
 from madmax_lib.plan.columns import MODULES
+from madmax_lib.plan.layout import Chunk, layout_chunks, layout_text
 from madmax_lib.plan_flags.keys import Keys, is_known, rows_of
 from madmax_lib.plan_flags.text import Source
 
 _NARROW = ("bf16", "fp16", "torch.bfloat16", "torch.float16")
 _STRATEGIES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
+_LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 _ENDS = {  # flags of ends that count as layers
     "account-for-embedding-in-pipeline-split": "embedding_as_layer",
     "account-for-loss-in-pipeline-split": "head_as_layer",
@@ -208,14 +210,9 @@ def _stages(keys, plan, layers):
     chunks = plan.get("interleave", 1)
     extra = sum(field in plan for field in _ENDS.values())
     each = "num-layers-per-virtual-pipeline-stage"
-    # a layout says all stages; nothing else may
-    if layout := keys.get("pipeline-model-parallel-layout"):
-        if chunks > 1 or keys.get(each):
-            raise ValueError(
-                f"{keys.describe('pipeline-model-parallel-layout')} and virtual stages "
-                "exclude each other"
-            )
-        return _layout(str(layout), pp, keys)
+    # a layout says all stages
+    if keys.get("pipeline-model-parallel-layout"):
+        return _layout(plan, layers, keys)
     if keys.count(each, 0, 0):
         if "interleave" in plan:
             raise ValueError(
@@ -256,11 +253,56 @@ def _chunks(each, layers, extra, pp):
     return counted // pp // each
 
 
-def _layout(layout, pp, keys):
-    """Fields of equal stages but for their ends: `Et*3|(tt|)*29,m|L` has E embedding, t
-    layer, m MTP layer, L loss.
+def _layout(plan, layers, keys):
+    """Fields of the stages of a layout: of equal ones but for their ends, else of a
+    plan's layout.
     """
-    text = layout.replace(",", "")
+    chunks = _laid_out(keys)
+    name = keys.describe("pipeline-model-parallel-layout")
+    pp = plan.get("pp", 1)
+    counts = [chunk.layers for chunk in chunks]
+    stated = layers or sum(counts)
+    if len(chunks) % pp or sum(counts) != stated:
+        raise ValueError(
+            f"{name} has {sum(counts)} layers in {len(chunks)} stages, for {stated} "
+            f"layers over pp={pp}"
+        )
+    interleave = len(chunks) // pp
+    if plan.get("interleave", interleave) != interleave:
+        raise ValueError(
+            f"{name} has {interleave} virtual stages, not {plan['interleave']}"
+        )
+    fields = {"interleave": interleave} if interleave > 1 else {}
+    if pp == 1:
+        return fields
+    first, *middle, last = counts
+    predicts = sum(chunk.predictions for chunk in chunks)
+    if keys.count("mtp-num-layers", predicts, 0) != predicts:
+        raise ValueError(
+            f"{name} has {predicts} MTP layers, but {keys.describe('mtp-num-layers')}"
+        )
+    # equal stages, if embedding or head count as a layer
+    for head, embedding in product((0, 1), (0, 1)):
+        if not predicts and len({first + embedding, *middle, last + head}) == 1:
+            ends = zip(_ENDS.values(), (embedding, head), strict=True)
+            return fields | {field: True for field, is_counted in ends if is_counted}
+    # ends of stated length, the rest equal
+    if not predicts and interleave == 1 and len(set(middle)) <= 1 and first and last:
+        return {"first_layers": first, "last_layers": last}
+    return fields | {"layout": layout_text(chunks)}
+
+
+def _laid_out(keys):
+    """Chunks of a layout: `Et*3|(tt|)*29,m|L` has E embedding, t layer, m MTP layer, L
+    loss; in a list of lists these are words.
+    """
+    name = "pipeline-model-parallel-layout"
+    layout = keys.get(name)
+    if isinstance(layout, list):
+        layout = "|".join(
+            "".join(_LETTERS.get(word, "?") for word in stage) for stage in layout
+        )
+    text = str(layout).replace(",", "")
     before = ""
     while text != before:  # (tt|)*3 or t*3 may stand inside another
         before = text
@@ -269,37 +311,29 @@ def _layout(layout, pp, keys):
             lambda m: (m[1] or m[3]) * int(m[2] or m[4]),
             text,
         )
-    stages = text.split("|")
-    counts = [stage.count("t") for stage in stages]
-    problem = (
-        f"{keys.describe('pipeline-model-parallel-layout')}: its stages of "
-        f"{counts} layers"
-    )
-    if set(text) - set("EtL|") or len(stages) % pp:
+    if not re.fullmatch(r"E[|t]*[|m]*L", text):
         raise ValueError(
-            f"{problem}, or what else they hold, could change the plan, which has "
-            f"layers over pp={pp} alone"
+            f"{keys.describe(name)} must have E, layers t, MTP layers m and L in this "
+            "order, in stages between |"
         )
-    chunks = len(stages) // pp
-    fields = {"interleave": chunks} if chunks > 1 else {}
-    first = counts[0]
-    last = counts[-1]
-    middle = counts[1:-1]
-    # equal stages, if embedding or head count as a layer
-    for head, embedding in product((0, 1), (0, 1)):
-        if len({first + embedding, *middle, last + head}) == 1:
-            for field, is_counted in zip(
-                _ENDS.values(), (embedding, head), strict=True
-            ):
-                if is_counted:
-                    fields[field] = True
-            return fields
-    # ends of stated length, the rest equal
-    if chunks == 1 and len(set(middle)) <= 1:
-        return {"first_layers": first, "last_layers": last}
-    raise ValueError(
-        f"{problem} could change the plan, whose stages are equal but for the ends"
-    )
+    return tuple(Chunk(stage.count("t"), stage.count("m")) for stage in text.split("|"))
+
+
+def layout_letters(text: str) -> str:
+    """A plan's layout in Megatron's letters.
+
+    >>> layout_letters("3+2x2+0m")
+    'Et*3|(tt|)*2mL'
+    """
+    stages = ["t" * layers + "m" * more for layers, more in layout_chunks(text)]
+    stages[0] = "E" + stages[0]
+    stages[-1] += "L"
+    parts = []
+    for stage, equal in groupby(stages):
+        letters = re.sub(r"t{3,}", lambda match: f"t*{len(match[0])}", stage)
+        count = len(list(equal))
+        parts.append(f"({letters}|)*{count}" if count > 1 else f"{letters}|")
+    return "".join(parts)[:-1]
 
 
 def _sharding(keys, replicas):

@@ -25,6 +25,7 @@ _CUSTOM = (
     "pipeline_parallel_split_points",
 )
 _RECOMPUTES = ("none", "selective", "full")
+_BUDGET = "memory_budget"
 # torchtitan's defaults
 _LOCAL_BATCH = 8
 _SEQUENCE = 2048
@@ -204,14 +205,29 @@ def _recompute(keys):
     elif any("force_recompute" in name for name in stated):
         mode = "selective"
     elif "memory_budget" in stated:
-        mode = "memory_budget"
+        mode = _BUDGET
     else:
         mode = "full" if stated else "none"
+    if mode.replace("-", "_") == _BUDGET:
+        return _budget(keys)
     if mode not in _RECOMPUTES:
         raise ValueError(
-            f"activation_checkpoint.mode={mode}: a plan knows {', '.join(_RECOMPUTES)}"
+            f"activation_checkpoint.mode={mode}: a plan knows {', '.join(_RECOMPUTES)}, "
+            f"{_BUDGET}"
         )
     return mode
+
+
+def _budget(keys):
+    """Recompute within a memory budget, which torch's compiler keeps to."""
+    name = f"activation_checkpoint.{_BUDGET}"
+    if not keys.flag("compile.enable"):
+        raise ValueError(f"{name} needs compile.enable")
+    share = keys.number(name, 0.5)
+    percent = round(100 * share)
+    if not 0 <= share <= 1 or abs(100 * share - percent) > 1e-9:
+        raise ValueError(f"{keys.describe(name)} is not a whole percentage of 0 to 1")
+    return f"budget{percent}" if percent < 100 else "none"
 
 
 def _batch(keys, plan):

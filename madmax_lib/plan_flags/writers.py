@@ -6,12 +6,15 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from shlex import quote
 
 from madmax_lib.base.fields import require_int
 from madmax_lib.catalog import Transformer
+from madmax_lib.plan.layout import predictions
 from madmax_lib.plan.plan import DEFAULTS, Plan
 from madmax_lib.plan_flags.deepspeed import ONE_BUCKET
 from madmax_lib.plan_flags.keys import FRAMEWORKS, WORDS, rows_of
+from madmax_lib.plan_flags.megatron import layout_letters
 from madmax_lib.plan_flags.sizes import (
     MADE_UP,
     bridge_sizes,
@@ -117,6 +120,10 @@ def _megatron_flags(plan, run):
             "data-parallel-sharding-strategy": _STRATEGIES[plan.zero],
             "ckpt-format": "fsdp_dtensor",
         }
+    if plan.layout:  # which says how many chunks there are
+        flags.pop("num-virtual-stages-per-pipeline-rank", None)
+        flags["pipeline-model-parallel-layout"] = layout_letters(plan.layout)
+        flags["mtp-num-layers"] = predictions(plan.layout) or None
     if plan.shard:
         flags["num-distributed-optimizer-instances"] = plan.dp * plan.cp // plan.shard
     is_full = plan.recompute == "full"
@@ -179,8 +186,12 @@ def _torchrun(plan, run):
 
 
 def _words(flags):
-    words = {k: " ".join(v) if isinstance(v, list) else v for k, v in flags.items()}
-    return [f"--{k}" if v is True else f"--{k} {v}" for k, v in words.items()]
+    words = {
+        name: " ".join(value) if isinstance(value, list) else quote(str(value))
+        for name, value in flags.items()
+    }
+    # a flag without a value is on
+    return [f"--{k}" if flags[k] is True else f"--{k} {v}" for k, v in words.items()]
 
 
 # what a recipe of Bridge could have set otherwise
@@ -261,7 +272,13 @@ def _torchtitan(plan, run):
     flags |= {f"training.{k}": v for k, v in without_off(training).items()}
     if plan.overlap_tp and plan.tp > 1:
         flags |= {"compile.enable": True, "compile.enable_async_tensor_parallel": True}
-    words = [*_words(flags), f"activation-checkpoint:{plan.recompute}"]
+    checkpoint = plan.recompute
+    if plan.budget < 1:
+        checkpoint = (
+            f"memory-budget --activation-checkpoint.memory-budget {plan.budget}"
+        )
+        flags["compile.enable"] = True
+    words = [*_words(flags), f"activation-checkpoint:{checkpoint}"]
     if run.model is None:
         return " \\\n".join(words)
     config = titan_config(run.model)

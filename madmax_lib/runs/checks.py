@@ -116,7 +116,7 @@ def _model_rules(plan, spec, settings):
             plan.overlap_gather or plan.capacity
         ),
         f"recompute={plan.recompute}: none, selective and full run here, modules do not": (
-            plan.recomputes_modules
+            plan.recomputes_modules or plan.budget < 1
         ),
         "etp, lora and the overlaps of a plan do not run here (lora_rank is a setting)": (
             plan.etp or plan.lora_rank or overlaps

@@ -25,11 +25,10 @@ from madmax_lib.simulator.rates.parameters import (
     shipped,
     software_of,
 )
-from madmax_lib.simulator.steady.step_time import PARTS, pipelines_of, step_time
+from madmax_lib.simulator.steady.step_time import PARTS, step_time
 from madmax_lib.simulator.uncertainty import log_width
 
-_CHUNK = 1 << 15  # plans at a time: their arrays stay in the cache
-_BLOCK = 1 << 20  # between them nothing is shared, so that memory has a bound
+_BLOCK = 1 << 16  # plans at a time: their arrays stay in the cache
 # rows of a table whose memory is counted unasked, in less than a fifth of a second
 _COUNTED = 100_000
 _SECONDS = ("step_s", "low_s", "high_s", *PARTS)
@@ -172,21 +171,18 @@ def _values(case, parameters, counted=False):
     """
     size = int(np.prod(case.plan.shape))
     values = np.empty((len(_COLUMNS), size))
-    if counted and size:
+    if not size:
+        return values
+    if counted:
         is_away = np.not_equal(case.plan.offload, None)
         values[-1] = np.where(is_away, np.nan, plans_peak_bytes(case))
     steps = Steps.of(case)
-    is_large = size > _CHUNK
-    pipelines = pipelines_of(steps, parameters) if is_large else None
-    for start in range(0, size, _CHUNK):
-        rows = slice(start, start + _CHUNK)
-        part = steps[rows] if is_large else steps
-        times = step_time(part, parameters, pipelines and pipelines(rows))
-        factor = np.exp(log_width(part, times, parameters))
-        times["low_s"] = times["step_s"] / factor
-        times["high_s"] = times["step_s"] * factor
-        for row, name in zip(values, _SECONDS, strict=False):
-            row[rows] = times[name]
+    times = step_time(steps, parameters)
+    factor = np.exp(log_width(steps, times, parameters))
+    times["low_s"] = times["step_s"] / factor
+    times["high_s"] = times["step_s"] * factor
+    for row, name in zip(values, _SECONDS, strict=False):
+        row[:] = times[name]
     return values
 
 

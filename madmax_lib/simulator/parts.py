@@ -36,9 +36,7 @@ def product_s(
     >>> [f"{each:.2g}" for each in product_s("h100", 4096, [4096, 8192], 4096)]
     ['0.00018', '0.00035']
     """
-    prices = kernel_rates(device, "gemm", dtype)
-    shape = {"m": np.asarray(m), "n": np.asarray(n), "k": np.asarray(k)}
-    return prices.seconds(work_of("gemm", shape, dtype, prices.wave_sms))
+    return kernel_s(device, "gemm", dtype=dtype, m=m, n=n, k=k)
 
 
 def attention_s(
@@ -62,16 +60,17 @@ def attention_s(
     >>> f"{attention_s('h100', **shape, head_dim=128):.2g}"
     '0.00098'
     """
-    prices = kernel_rates(device, "attention", dtype)
-    shape = {
-        "batch": np.asarray(batch),
-        "sequence": np.asarray(sequence),
-        "heads": np.asarray(heads),
-        "kv_heads": np.asarray(kv_heads),
-        "head_dim": np.asarray(head_dim),
-        "causal": causal,
-    }
-    return prices.seconds(work_of("attention", shape, dtype, prices.device.sms))
+    return kernel_s(
+        device,
+        "attention",
+        dtype=dtype,
+        batch=batch,
+        sequence=sequence,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        causal=causal,
+    )
 
 
 def kernel_s(
@@ -82,14 +81,15 @@ def kernel_s(
     dtype: str = "bf16",
     **shape: Number,
 ) -> Number:
-    """Seconds of another kernel, moe among them, that computes and moves so much.
+    """Seconds of any kernel, moe among them, that computes and moves so much.
 
-    operation: of `data/kernel_rates.csv`. moe: the products of the experts that a
-    device holds, 6 FLOPs per routed token, channel of hidden and of the expert's width;
-    bytes of their weights and of what the products read and write. convolution: the
-    causal one of a state-space layer, forward. delta_rule: the gated one of linear
-    attention, forward; of a shape in place of FLOPs and bytes, `batch`, `sequence`,
-    `heads` of values, `kv_heads` of keys and queries, `head_dim` [arXiv 2412.06464].
+    operation: of `data/kernel_rates.csv`, of a shape as in `work_of`. moe: the products
+    of the experts that a device holds, 6 FLOPs per routed token, channel of hidden and
+    of the expert's width; bytes of their weights and of what the products read and
+    write. convolution: the causal one of a state-space layer, forward. delta_rule: the
+    gated one of linear attention, forward; of a shape in place of FLOPs and bytes,
+    `batch`, `sequence`, `heads` of values, `kv_heads` of keys and queries, `head_dim`
+    [arXiv 2412.06464].
 
     >>> shape = {"batch": 1, "sequence": 8192, "heads": 32, "kv_heads": 16}
     >>> f"{kernel_s('h100', 'delta_rule', **shape, head_dim=128):.2g}"
@@ -98,7 +98,8 @@ def kernel_s(
     prices = kernel_rates(device, operation, dtype)
     shape |= {"flops": flops, "size_bytes": size_bytes}
     arrays = {name: np.asarray(value) for name, value in shape.items()}
-    return prices.seconds(work_of(operation, arrays, dtype, prices.wave_sms))
+    sms = prices.device.sms if operation == "attention" else prices.wave_sms
+    return prices.seconds(work_of(operation, arrays, dtype, sms))
 
 
 def collective_s(

@@ -23,6 +23,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from madmax_lib.plan.columns import alike_rows
 from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.rates.parameters import Parameters, bounds
 
@@ -109,14 +110,10 @@ def _open_variance(steps, times, parameters):
     shares = np.array([times[part] for part in parts]) / times["step_s"]
     which = [constant_index(steps, name, places) for name in parameters.sensitivities]
     result = np.empty(shares.shape[1])
-    kind = np.zeros(1, np.int64)
-    for index in which:
-        if np.ndim(index):
-            # the constants so far and this one as digits of a number, numbered anew, (n,)
-            kind = np.unique(kind * len(covariance) + index, return_inverse=True)[1]
-    for number in range(kind.max() + 1):
-        first = np.argmax(kind == number)
-        rows = slice(None) if len(kind) == 1 else kind == number
+    # steps of the same constants, (n,)
+    firsts, kind = alike_rows(which, result.shape)
+    for number, first in enumerate(firsts):
+        rows = slice(None) if len(firsts) == 1 else kind == number
         at = [index[first] if np.ndim(index) else index for index in which]
         of_parts = slopes.T @ covariance[np.ix_(at, at)] @ slopes
         result[rows] = np.einsum(

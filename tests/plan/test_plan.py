@@ -10,13 +10,13 @@ from madmax_lib.plan.plan import DEFAULTS, Plan
 VALUES = {
     "dp": range(1, 65), "tp": (1, 2, 4, 8, 16), "pp": range(2, 17), "cp": (1, 2, 8), "ep": (1, 2, 4), "etp": (0, 1, 2),
     "zero": (0, 1, 2, 3), "micro_batch": range(1, 9), "interleave": range(1, 9), "prefetch": (0, 1, 3),
-    "recompute": ("none", "selective", "full", "mlp", "layernorm+moe_act"), "sequence_parallel": (True, False, None), "shard": (0, 2, 4),
+    "recompute": ("none", "selective", "full", "mlp", "layernorm+moe_act", "budget0", "budget55"), "sequence_parallel": (True, False, None), "shard": (0, 2, 4),
     "schedule": ("gpipe", "1f1b", "zero-bubble"), "offload": (None, "optimizer", "all", "chunks", "nvme"),
     "context": ("ring", "ulysses"), "attention": ("flash", "unfused"), "embedding_as_layer": (True, False),
     "head_as_layer": (True, False), "first_layers": (0, 3, 7), "last_layers": (0, 2), "reduce_fp32": (True, False),
     "overlap_gather": (True, False), "qwz": (True, False), "hpz": (True, False), "qgz": (True, False),
     "capacity": (0.0, 1.25, 0.07, 2), "bucket_bytes": (25 * 2**20, 160e6, 1, math.inf, 838861.0),
-    "lora_rank": (0, 1, 16), "overlap_tp": (None, True, False), "overlap_ep": (None, True, False),
+    "layout": ("", "1x4", "3+2x2+0m"), "lora_rank": (0, 1, 16), "overlap_tp": (None, True, False), "overlap_ep": (None, True, False),
     "overlap_dp": (None, True, False),
 }  # fmt: skip
 

@@ -49,7 +49,7 @@ MATRIX = """
 gpt2 | dp2.mb4 dp2.z1.mb4 dp2.z2.mb2 dp2.z3.mb2 dp4.z3.hs2.mb1 | {"check": "counts"}
 gpt2 | tp2.nosp.mb8 tp2.mb4 pp2.mb2 cp2.mb8 | {"check": "counts"}
 gpt2 | dp2.z3.mb3 dp2.z3.offload-all.mb4 | {}
-gpt2 | pp2.gpipe.mb2 pp2.v2.mb2 pp2.zb.mb2 dp2.pp2.zb.mb2 | {}
+gpt2 | pp2.gpipe.mb2 pp2.v2.mb2 pp2.zb.mb2 dp2.pp2.zb.mb2 pp2.layout-1+3.mb2 | {}
 gpt2 | dp2.pp2.z3.mb2 dp2.tp2.mb4 dp2.tp2.pp2.mb2 | {}
 gpt | pp2.v2.zb.mb2 pp2.v2.zbv.mb2 pp2.v2.dualpipev.mb2 dp2.pp2.v2.zbv.mb1 | {}
 gpt | dp2.pp2.v2.z2.dualpipev.mb1 pp2.v2.zbv.mb4 | {}

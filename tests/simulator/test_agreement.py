@@ -19,6 +19,7 @@ from madmax_lib.catalog.datasets import PROJECT
 from madmax_lib.catalog.models import Link
 from madmax_lib.plan.case import Case
 from madmax_lib.plan.columns import MODULES
+from madmax_lib.plan.layout import Chunk, layout_text
 from madmax_lib.plan.plan import Plan
 from madmax_lib.plan.rules import enforce, lacking, rules_of
 from madmax_lib.simulator.costs.inputs import Steps
@@ -69,12 +70,33 @@ def deferred(case):
     return replace(case, plan=plan)
 
 
+def laid_out(case):
+    """The same with a layout of chunks of any length, some with an MTP layer."""
+    draw = np.random.default_rng(case.global_batch + case.model.layers + case.plan.dp)
+    plan = case.plan
+    if plan.pp == 1 or plan.folds:
+        return case
+    chunks = plan.pp * plan.interleave
+    ends = np.cumsum(draw.dirichlet(np.full(chunks, 60.0))) * case.model.layers
+    sizes = [Chunk(int(n), 0) for n in np.diff(np.round(ends), prepend=0)]
+    sizes[-1] = sizes[-1]._replace(predictions=int(draw.integers(2)))
+    others = ("first_layers", "last_layers", "embedding_as_layer", "head_as_layer")
+    alone = dict.fromkeys(others, 0) | {"layout": layout_text(tuple(sizes))}
+    return replace(case, plan=replace(plan, **alone))
+
+
 def by_modules(case):
     """The same where the backward pass repeats modules, some or all that there are."""
     draw = np.random.default_rng(case.global_batch + case.model.layers + case.plan.dp)
     names = sorted({*MODULES.index} - {*lacking(case.model)})
     some = draw.choice(names, int(draw.integers(1, len(names) + 1)), replace=False)
     return replace(case, plan=replace(case.plan, recompute="+".join(some)))
+
+
+def within_budget(case):
+    """The same of dense layers that keep no more than a memory budget."""
+    percent = (case.global_batch + case.model.layers + case.plan.dp) % 100
+    return replace(case, plan=replace(case.plan, recompute=f"budget{percent}"))
 
 
 def laid_out_s(case):
@@ -105,7 +127,10 @@ AGREEMENT = [
     ),
     Agreement("ordinary", 200, 0.95, 0.003, deferred),
     Agreement("random", 200, 0.88, 0.006, deferred),
+    Agreement("ordinary", 200, 0.98, 0.003, laid_out),
+    Agreement("random", 200, 0.94, 0.006, laid_out),
     Agreement("random", 200, 0.97, 0.001, by_modules),
+    Agreement("random", 200, 0.97, 0.001, within_budget),
     Agreement("ordinary", 60, 0.96, 0.001, on_a_cpu),
     Agreement("random", 60, 0.94, 0.001, on_a_cpu),
 ]

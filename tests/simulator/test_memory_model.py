@@ -21,9 +21,14 @@ from madmax_lib.calibration.published.rows import read_rows
 from madmax_lib.catalog.models import Transformer
 from madmax_lib.plan.case import Case
 from madmax_lib.plan.columns import Plans
+from madmax_lib.plan.layout import layout_chunks
 from madmax_lib.plan.legal import legal
 from madmax_lib.simulator import export_snapshot
-from madmax_lib.simulator.memory.activations import in_flight, layer_bytes
+from madmax_lib.simulator.memory.activations import (
+    in_flight,
+    in_flight_of_layouts,
+    layer_bytes,
+)
 from madmax_lib.simulator.memory.memory import (
     PHASES,
     held_layers,
@@ -444,9 +449,58 @@ def test_uneven_stages_hold_their_layers():
     assert first == 2 * (2 * layer + gpt.embedding_parameters)
 
 
+def test_layouts_hold_their_layers_and_what_an_mtp_layer_needs():
+    """By hand: 9 layers in 2, 3, 3 and 1, and an MTP layer behind them: one more layer,
+    a copy of the embedding, logits twice.
+    """
+    layer = GPT.attention_parameters + GPT.mlp_parameters(GPT.ffn)
+    layer += 2 * GPT.norm_parameters
+    gpt = replace(GPT, layers=9)
+    held = [
+        [sizes(gpt, mm.Plan.parse(text), stage=stage) for stage in range(4)]
+        for text in ("pp4.layout-2+3x2+1m", "pp4.layout-2+3x2+1")
+    ]
+    weights, plain = ([stage["weights"] for stage in stages] for stages in held)
+    ends = GPT.embedding_parameters
+    last = 2 * layer + ends + GPT.norm_parameters
+    assert weights == [2 * n for n in (2 * layer + ends, 3 * layer, 3 * layer, last)]
+    assert plain[:3] == weights[:3]
+    # the head's copy of the tied table is that of the MTP layer
+    assert weights[3] - plain[3] == 2 * (layer + ends - GPT.vocab * GPT.hidden)
+    logits, once = (stages[3]["logits"] for stages in held)
+    sent = 2 * 2 * GPT.sequence * GPT.hidden  # its input and output in 16 bits
+    assert logits - sent == pytest.approx(2 * (once - sent))
+
+
+@pytest.mark.parametrize(
+    ("layout", "pp", "v"),
+    cells("""
+    3+2x29+0m+0 | 16 | 2
+    1+2x30+0m | 8 | 4
+    4x15+1m | 4 | 4
+    3+4x2+2m | 4 | 1
+    1+5x2+4x2+5x2+3 | 4 | 2
+    """),
+)
+def test_layers_in_flight_of_layouts(layout, pp, v):
+    """What the order of the fullest stage really holds, but for a layer."""
+    plan = mm.Plan(pp=pp, interleave=v, layout=layout)
+    stages = np.arange(pp)
+    chunks = np.array([sum(chunk) for chunk in layout_chunks(layout)])
+    own = chunks.reshape(v, pp).T  # (stages, chunks)
+    for batches in (pp // 2, pp, 3 * pp):
+        held = in_flight("1f1b", stages, pp, v, batches)
+        held = in_flight_of_layouts(plan, stages, held, batches) * own.sum(axis=1)
+        passes = [
+            passes_held("1f1b", stage, pp, batches, v, own[stage]) for stage in stages
+        ]
+        assert held.max() == pytest.approx(max(passes), abs=1)
+
+
 TEXTS = """
     dp2 dp8.z3 dp4.tp2.pp4.z1 dp4.tp2.pp4.z1.nosp.full dp2.pp2.cp2.v2.selective.unfused
     dp8.ep4.z2.mb2 dp8.tp2.z3.hs4 dp4.pp4.zb dp8.z1.reduce-fp32
+    dp2.pp2.v2.layout-3+2x2+1 dp2.pp4.layout-3+2x2+1
 """
 
 

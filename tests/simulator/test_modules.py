@@ -1,4 +1,4 @@
-"""Modules that are computed again: what a layer keeps without them, and what its
+"""Modules that are computed again, and memory budgets: what a layer keeps, and what its
 backward pass repeats.
 """
 
@@ -8,6 +8,7 @@ from support import cells
 
 import madmax_lib as mm
 from madmax_lib.catalog.blocks import Blocks
+from madmax_lib.catalog.models import Transformer
 from madmax_lib.plan.case import Case
 from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.costs.layer_time import layer_time
@@ -128,3 +129,118 @@ def test_a_search_finds_modules_where_a_stack_launches_them():
     assert found.table["step_s"].iloc[0] == pytest.approx(step_s)
     with pytest.raises(ValueError, match="torchtitan launches none"):
         mm.search(*asked, space=space, software="torchtitan")
+
+
+SMALL = {"hidden": 256, "heads": 4, "kv_heads": 2, "ffn": 896}
+LLAMA = {"layers": 2, "vocab": 512, "positions": "rope", "norm": "rms", "gated": True}
+TOKENS = 64  # so few that attention has fewer FLOPs a byte than products
+
+
+def within(budget):
+    """Bytes that a small layer keeps and FLOPs of products that it repeats, in units of
+    the numbers of its input and of a square product.
+    """
+    model = Transformer("small", sequence=TOKENS, **SMALL, **LLAMA)
+    recompute = f"budget{budget}" if budget < 100 else "none"
+    software = mm.catalog.software("torchtitan-compiled")
+    plan = mm.Plan(recompute=recompute)
+    case = Case(model, mm.cluster("dgx-h100", devices=1), plan, 1, software=software)
+    kept = layer_bytes(case, "*-", software).stored / (2 * TOKENS * model.hidden)
+    blocks = layer_blocks(Steps.of(case).work, 0, Blocks("*-"))
+    repeated = sum(
+        float(op.flops * op.again)
+        for block in blocks
+        for op in block.ops
+        if op.kind == "gemm"
+    )
+    return kept, repeated / (2 * TOKENS * model.hidden**2)
+
+
+def test_a_budget_lies_between_full_recompute_and_none():
+    kept, repeated = np.transpose([within(budget) for budget in range(101)])
+    assert kept[0] == 1 and repeated[0] == pytest.approx(10)  # all but the last product
+    assert (np.diff(kept) >= 0).all() and (np.diff(repeated) <= 0).all()
+    # what costs most to repeat is kept the longest: convex
+    assert (np.diff(repeated, n=2) >= -1e-9).all()
+    # norms and the activation, two widths and 3.5, are repeated within any budget
+    assert kept[100] - kept[99] == pytest.approx(5.5) and repeated[99] == 0
+    asked = "llama3-8b", mm.cluster("dgx-h100"), ["dp8.z3.full", "dp8.z3"]
+    options = {"global_batch": 32, "software": "torchtitan-compiled"}
+    full, none = mm.estimate(*asked, **options).to_dict("records")
+    budgets = [f"dp8.z3.recompute-budget{n}" for n in (0, 25, 50, 75, 99)]
+    table = mm.estimate(*asked[:2], budgets, **options)
+    assert table["memory_bytes"].iloc[0] == pytest.approx(
+        full["memory_bytes"], rel=0.01
+    )
+    assert table["memory_bytes"].is_monotonic_increasing
+    assert table["step_s"].is_monotonic_decreasing
+    assert none["step_s"] < table["step_s"].min()
+    assert table["step_s"].max() < full["step_s"]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("budget", [0, 25, 50, 75, 100])
+def test_a_budget_keeps_and_repeats_what_torch_does(budget):
+    """Its partitioner on a compiled layer of Llama. On a CPU attention's output is kept
+    twice, once as the next product reads it.
+    """
+    torch = pytest.importorskip("torch")
+    import torch._functorch.config as functorch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    hidden, heads, kv_heads, ffn = SMALL.values()
+    size = hidden // heads
+    shapes = [hidden, kv_heads * size, kv_heads * size, hidden, ffn, ffn]
+    bf16 = {"dtype": torch.bfloat16, "requires_grad": True}
+    weights = [torch.randn(inner, hidden, **bf16) for inner in shapes]
+    weights += [torch.randn(hidden, ffn, **bf16)]
+    turns = torch.randn(2, TOKENS, size // 2)
+    x = torch.randn(TOKENS, hidden, **bf16)
+
+    def turned(head):
+        left, right = head.float().chunk(2, -1)
+        cos, sin = turns
+        parts = left * cos - right * sin, right * cos + left * sin
+        return torch.cat(parts, -1).to(head.dtype)
+
+    def layer(x, q, k, v, o, gate, up, down):
+        normed = torch.rms_norm(x, (hidden,))
+        q, k, v = (
+            (normed @ w.T).view(TOKENS, -1, size).transpose(0, 1) for w in (q, k, v)
+        )
+        core = torch.nn.functional.scaled_dot_product_attention(
+            turned(q)[None], turned(k)[None], v[None], is_causal=True, enable_gqa=True
+        )
+        x = x + core[0].transpose(0, 1).reshape(TOKENS, hidden) @ o.T
+        normed = torch.rms_norm(x, (hidden,))
+        gate = torch.nn.functional.silu(normed @ gate.T)
+        return x + (gate * (normed @ up.T)) @ down.T
+
+    given = {t.untyped_storage().data_ptr() for t in (*weights, turns)}
+    kept = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in given:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    def run(share):
+        """FLOPs of the backward pass."""
+        torch._dynamo.reset()
+        kept.clear()
+        with functorch.patch(activation_memory_budget=share):
+            compiled = torch.compile(layer, backend="aot_eager")
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept):
+                y = compiled(x, *weights)
+            with FlopCounterMode(display=False) as counter:
+                y.sum().backward()
+        return counter.get_total_flops()
+
+    least = run(1.0)
+    repeated = (run(budget / 100) - least) / (2 * TOKENS * hidden**2)
+    ours, again = within(budget)
+    unit = 2 * TOKENS * hidden
+    assert ours == pytest.approx(sum(kept.values()) / unit, rel=0.08)
+    assert again == pytest.approx(repeated, abs=0.5)

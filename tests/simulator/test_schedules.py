@@ -76,17 +76,21 @@ def test_bubble_of_a_v(pp, m, b, w):
 
 @pytest.mark.parametrize(("pp", "m"), [(2, 5), (4, 8), (4, 11), (8, 17)])
 @pytest.mark.parametrize(
-    ("number", "v"), [(0, 1), (0, 2), (1, 2), (2, 2)], ids=["zb", "zb2", "zbv", "dual"]
+    ("number", "v"),
+    [(0, 1), (0, 2), (1, 2), (2, 2), (3, 1), (3, 3), (4, 1)],
+    ids=["zb", "zb2", "zbv", "dual", "1f1b", "1f1b3", "gpipe"],
 )
 def test_the_longest_paths_end_when_the_last_pass_does(number, v, pp, m):
     """One layer a chunk, without ends: seconds that the paths were not drawn with."""
     schedule = walk._SCHEDULES[number]
     folds = schedule in FOLDED
-    m += m % pp if v == 2 and not folds else 0
-    counts, work = walk._paths((pp, v, 0, 0, 0, 0, folds, number, m, pp * v))
+    m += -m % pp if v > 1 and not folds else 0
+    cut = (pp, v, 0, 0, 0, 0, "", folds, number, m, pp * v, 0)
+    counts, work = walk._paths(cut)
     for b, w in [(1.0, 1.0), (2.0, 1.0), (1.0, 0.1), (2.9, 0.4), (0.7, 1.5)]:
-        seconds = np.r_[[1, b, w], np.zeros(8)] / v
-        whole_s = step_s(schedule, pp, m, v, backward=b, weight=w)
+        seconds = np.r_[[1, b, w], np.zeros(11)] / v
+        whole = b + w * (schedule in ("1f1b", "gpipe"))
+        whole_s = step_s(schedule, pp, m, v, backward=whole, weight=w)
         assert (counts @ seconds).max() == pytest.approx(whole_s, rel=0.01)
         assert (work @ seconds).max() == pytest.approx(1 + b + w)
 

@@ -257,7 +257,8 @@ class Prices(LinkPrices, Overlap):
             # attention and feed-forward part are half a layer each, and begin with a norm
             halves = names.count("norm") / 2
             once_s = halves * self.launch_s + ("router" in names) * self.routing_s
-            again = self.repeats + block.again
+            # compiled kernels that a memory budget repeats are few
+            again = self.repeats + block.again * (self.plan.budget == 1)
             times = sum(passes.get(phase, again) for phase in phases)
             seconds = seconds + block.recomputed * times * once_s
         return seconds

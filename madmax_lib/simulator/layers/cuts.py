@@ -5,10 +5,10 @@ plans of a table or a product.
 from itertools import pairwise
 
 import numpy as np
-import pandas as pd
 
 from madmax_lib.catalog import Software, Transformer
 from madmax_lib.plan import Plan, Plans
+from madmax_lib.plan.columns import alike_rows
 from madmax_lib.plan.layers import chunk_layers
 
 # fields of a plan that say where a model is cut
@@ -19,6 +19,7 @@ _CUT = (
     "last_layers",
     "embedding_as_layer",
     "head_as_layer",
+    "layout",
     "folds",
 )
 
@@ -70,14 +71,7 @@ def cuts_of(plans: Plans, *counts: int | np.ndarray) -> tuple[list, np.ndarray]:
     """
     columns = [*(getattr(plans, name) for name in _CUT), *counts]
     shape = np.broadcast_shapes(*map(np.shape, columns))
-    # the columns as digits of one number for each plan
-    code = np.zeros(shape, np.int64)
-    for column in columns:
-        if np.ndim(column):
-            code = code * (int(column.max()) + 1) + column
-    index, values = pd.factorize(code.ravel())
-    rows = np.empty(len(values), int)
-    rows[index] = np.arange(len(index))
+    rows, index = alike_rows(columns, shape)
     firsts = (np.broadcast_to(column, shape).flat[rows] for column in columns)
     cuts = zip(*(first.tolist() for first in firsts), strict=True)
     # one number for each plan of the table or product

@@ -16,7 +16,9 @@ import numpy as np
 from madmax_lib.catalog import Software, Transformer
 from madmax_lib.catalog.blocks import BlockKind, Blocks
 from madmax_lib.catalog.mixers import mixer_elements
-from madmax_lib.plan import Case
+from madmax_lib.plan import Case, Plans
+from madmax_lib.plan.columns import distinct
+from madmax_lib.plan.layout import layout_chunks
 from madmax_lib.simulator.layers.ops import BYTES
 from madmax_lib.simulator.layers.work import any_nonzero
 from madmax_lib.simulator.memory.states import width_of
@@ -174,11 +176,18 @@ def layer_bytes(case: Case, word: str, software: Software) -> LayerBytes:
         products = (qkv + halves * inner + mixed) / tp + len(blocks) * h / shards
         products = products / 2 + (values + mixer) / tp + h / shards
         selective = tokens * (width * products + np.where(flash, core, 0))
+    full = tokens * (width + wider) * streams * h / shards
     after_recompute = np.select(
         [p.recompute == "full", p.recompute == "selective"],
-        [tokens * (width + wider) * streams * h / shards, selective],
+        [full, selective],
         stored - modules,
     )
+    if any_nonzero(p.budget < 1):
+        # all but products and attention goes first (`layers.modules`)
+        others = tokens * (entering * entered + (gate + trained) * inner / tp)
+        beyond = stored - full
+        in_budget = full + np.minimum(p.budget * beyond, beyond - others)
+        after_recompute = np.where(p.budget < 1, in_budget, after_recompute)
     # attention is computed again when the other half is done with
     again = stored - after_recompute
     again = again - tokens * np.minimum(in_attention, in_feed_forward)
@@ -246,3 +255,31 @@ def in_flight(schedule, stage, pp, interleave=1, micro_batches=np.inf):
     batches = np.where(is_dual | (schedule == "zbv"), folded, batches)
     batches = np.where(schedule == "gpipe", micro_batches, batches)
     return np.minimum(batches, micro_batches)
+
+
+def in_flight_of_layouts(plans: Plans, stage, batches, micro_batches):
+    """Micro-batches in flight (`in_flight`) where layouts make chunks unequal: the
+    layers that a stage holds of all of them, over its own.
+
+    Forward passes go round by round through the chunks of a stage, pp micro-batches
+    each: the first chunks are ahead.
+
+    >>> from madmax_lib.plan import Plan
+    >>> plan = Plan(pp=2, interleave=2, layout="3+2x2+1")
+    >>> [float(in_flight_of_layouts(plan, stage, 2.5, 8)) for stage in (0, 1)]
+    [2.6, 2.666...]
+    """
+    group = np.minimum(plans.pp, micro_batches)
+    rounds, rest = np.divmod(batches * plans.interleave, plans.interleave * group)
+    for word in distinct(plans.layout) - {""}:
+        sizes = np.array([*map(sum, layout_chunks(word)), 0])
+        passed_layers = layers = 0.0
+        for chunk in range(int(np.max(plans.interleave))):
+            size = sizes[np.minimum(chunk * plans.pp + stage, len(sizes) - 1)]
+            passed = rounds * group + np.clip(rest - chunk * group, 0, group)
+            passed_layers = passed_layers + passed * size
+            layers = layers + size
+        batches = np.where(
+            plans.layout == word, passed_layers / np.maximum(layers, 1), batches
+        )
+    return batches

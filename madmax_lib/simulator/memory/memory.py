@@ -27,6 +27,7 @@ from madmax_lib.simulator.layers.cuts import cuts_of, kinds_of_chunks, plan_of_c
 from madmax_lib.simulator.memory.activations import (
     dropout_bytes,
     in_flight,
+    in_flight_of_layouts,
     layer_bytes,
 )
 from madmax_lib.simulator.memory.states import (
@@ -235,10 +236,12 @@ def _differing_stages(model, cut, software):
     of equal ones.
     """
     kinds = {}
-    counts = held_layers(model, plan_of_cut(cut), software).values()
-    last = plan_of_cut(cut).head_stage
+    plan = plan_of_cut(cut)
+    counts = held_layers(model, plan, software).values()
     for stage, layers in enumerate(zip(*counts, strict=True)):
-        kinds.setdefault((layers, stage == 0, stage == last), (stage, *layers))
+        key = layers, stage == 0, stage == plan.head_stage
+        # chunks of equal stages may differ in a layout
+        kinds.setdefault(stage if plan.layout else key, (stage, *layers))
     return tuple(kinds.values())
 
 
@@ -296,6 +299,7 @@ def _tensor_bytes(
     micro_batches = case.micro_batches
     software = software_of(case.software or default_software(p), case.dtype)
     batches = in_flight(p.schedule, stage, p.pp, p.interleave, micro_batches)
+    batches = in_flight_of_layouts(p, stage, batches, micro_batches)
     stored = 0.0
     at_work = 0.0
     for word, count in layers.items():

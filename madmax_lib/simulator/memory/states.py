@@ -111,9 +111,11 @@ def stage_parameters(
     router = model.router_parameters + model.latent_parameters
     # a pipeline holds the table twice
     table = 0 if model.image else model.vocab * model.hidden
-    tied = np.where(p.head_stage > 0, table, 0)
+    is_copied = (p.head_stage > 0) & (p.head_stage != p.prediction_stage)
+    tied = np.where(is_copied, table, 0)
     last = stage == p.head_stage
-    ends = (stage == 0) * model.embedding_parameters
+    embeds = (stage == 0) | (stage == p.prediction_stage)
+    ends = embeds * model.embedding_parameters
     ends = (ends + last * (model.head_parameters or tied)) / p.tp
     ends = ends + last * model.norm_parameters
     dense = 0.0

@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from madmax_lib.catalog.blocks import Blocks
+from madmax_lib.plan.columns import alike_rows
 from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.costs.layer_time import LayerTime, layer_time, mean
 from madmax_lib.simulator.costs.prices import Prices
-from madmax_lib.simulator.costs.rows import map_leaves, take_rows, unique_rows
+from madmax_lib.simulator.costs.rows import map_leaves, take_rows
 from madmax_lib.simulator.costs.traffic import (
     Gathers,
     ParameterCount,
@@ -124,9 +125,8 @@ def _passes_of_rows(steps, parameters):
     if not np.ndim(steps.shape.layers):  # plans of one case
         # on a CPU, collectives of weights block the host that launches a layer
         names = ("dp", "zero") if any_nonzero(steps.traits.on_host) else ()
-        kinds = unique_rows(plan, _PASS, names)
-        if kinds is not None:
-            rows, index = kinds.rows, kinds.inverse
+        columns = [getattr(plan, name) for name in (*_PASS, *names)]
+        rows, index = alike_rows(columns, plan.shape)
         blocks = blocks + 3 * (plan.cp > 1)
     codes = blocks[rows]
     groups = [np.flatnonzero(codes == code) for code in np.unique(codes)]

@@ -16,14 +16,15 @@ from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.rates.compute import Number
 from madmax_lib.simulator.steady.layer_costs import LayerCosts
 from madmax_lib.simulator.steady.stages import Stages
-from madmax_lib.simulator.steady.walk import walked_bubble_s
+from madmax_lib.simulator.steady.walk import with_walked_bubbles
 
 
 def bubble_s(steps: Steps, costs: LayerCosts, stages: Stages) -> Number:
     """Seconds for which the slowest stage waits while the pipeline fills and drains.
 
     The other stages pass once; where chunks interleave, a chunk of each does, with
-    embedding and head. Where gradients of weights fill it, the order is walked.
+    embedding and head. Where gradients of weights fill it, or chunks are of any
+    length, the order is walked.
     """
     plan = steps.plan
     pp = plan.pp
@@ -32,10 +33,7 @@ def bubble_s(steps: Steps, costs: LayerCosts, stages: Stages) -> Number:
     several = plan.interleave > 1
     if np.any(several):
         bubble = np.where(several, _interleaved_bubble_s(steps, stages, bubble), bubble)
-    if np.any(plan.defers_weights):
-        walked_s = walked_bubble_s(steps, costs, stages)
-        return np.where(plan.defers_weights, walked_s, bubble)
-    return bubble
+    return with_walked_bubbles(steps, costs, stages, bubble)
 
 
 def _interleaved_bubble_s(steps, stages, bubble):

@@ -7,8 +7,7 @@ optimizer and the host's work at the end come after it. The host issues kernels 
 the device: where it takes longer for those of a step, it sets the pace.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import reduce
 
 import numpy as np
@@ -17,9 +16,7 @@ from madmax_lib.plan.columns import Plans
 from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.costs.layer_time import LAYER_PARTS
 from madmax_lib.simulator.costs.prices import Prices
-from madmax_lib.simulator.costs.rows import take_rows, unique_rows
 from madmax_lib.simulator.costs.traffic import ParameterCount, tied_s
-from madmax_lib.simulator.layers.work import any_nonzero
 from madmax_lib.simulator.rates.compute import Number
 from madmax_lib.simulator.rates.parameters import Parameters
 from madmax_lib.simulator.steady.jitter import Parts, longest_delay, with_waits
@@ -49,19 +46,9 @@ PARTS = (
 COMPUTE = ("gemm_s", "attention_s", "pointwise_s", "head_s", "optimizer_s")
 COMMUNICATION = ("tp_s", "cp_s", "ep_s", "fsdp_s", "dp_s", "pp_s")
 
-# fields of a plan that the passes of a step do not depend on, and those on which they
-# do under ZeRO-3 alone (on a CPU from ZeRO-2 on)
-_AFTER_PASSES = ("bucket_bytes", "overlap_gather", "overlap_dp", "offload")
-_SHARDED = ("zero", "shard", "qwz", "hpz", "qgz", "prefetch", "reduce_fp32")
-_PASSES = tuple(
-    field.name
-    for field in fields(Plans)
-    if field.name not in (*_AFTER_PASSES, *_SHARDED)
-)
-
 
 @dataclass(frozen=True)
-class PipelineTimes:
+class _PipelineTimes:
     """Passes of all micro-batches of a step, and what follows them needs."""
 
     prices: Prices
@@ -70,27 +57,6 @@ class PipelineTimes:
     mean_stage: ParameterCount
     first_stage: PassesOfStage
     host_s: Number  # of the host for all, with the way back through the pipeline
-
-
-def pipelines_of(
-    steps: Steps, parameters: Parameters
-) -> Callable[[slice], PipelineTimes] | None:
-    """Function from some rows of a table to their pipelines, each worked out once for
-    rows alike; None if hardly any are.
-    """
-    # FSDP's collectives block a host from ZeRO-2 on
-    least = 2 if any_nonzero(steps.traits.on_host) else 3
-    sharded = steps.plan.zero >= least
-    kinds = unique_rows(steps.plan, _PASSES, _SHARDED, sharded)
-    if kinds is None or np.any(steps.jitter):
-        return None
-    times = _pipeline(steps[kinds.rows], parameters)
-
-    def of(rows):
-        prices = Prices(steps[rows], parameters)
-        return replace(take_rows(times, kinds.inverse[rows]), prices=prices)
-
-    return of
 
 
 def step_s(steps: Steps, parameters: Parameters) -> np.ndarray:
@@ -103,15 +69,13 @@ def step_s(steps: Steps, parameters: Parameters) -> np.ndarray:
     return np.atleast_1d(sum(_after_passes(pipeline).values()) + pipeline.passes_s)
 
 
-def step_time(
-    steps: Steps, parameters: Parameters, pipeline: PipelineTimes | None = None
-) -> Parts:
+def step_time(steps: Steps, parameters: Parameters) -> Parts:
     """Seconds of a step and of its parts (`PARTS`); step_s is their sum. Shapes as in
     `step_s`.
 
     Parts up to fsdp_s are those of the slowest pipeline stage over all micro-batches;
     fsdp_s, tp_s, cp_s and dp_s count only what is exposed, and with jitter the waits of
-    their ranks for each other. pipeline: of these steps, worked out if None.
+    their ranks for each other.
     """
     if np.any(steps.jitter):
         # times of equal ranks, and of ranks that are all as slow as the slowest
@@ -120,7 +84,7 @@ def step_time(
         times = [step_time(one, parameters) for one in (equal, slow)]
         parts = with_waits(steps, *times, PARTS)
         return parts | {"step_s": sum(parts.values())}
-    pipeline = pipeline or _pipeline(steps, parameters)
+    pipeline = _pipeline(steps, parameters)
     after = _after_passes(pipeline)
     launch_s = pipeline.parts["launch_s"] + after["launch_s"]
     parts = pipeline.parts | after | {"launch_s": launch_s}
@@ -155,7 +119,7 @@ def _pipeline(steps, parameters, *, with_parts=True):
     factor = _core_sharing_factor(steps, usual, passes_s)
     parts = {name: factor * part for name, part in parts.items()}
     parts |= {"bubble_s": factor * bubble, "pp_s": message_s}
-    return PipelineTimes(
+    return _PipelineTimes(
         prices=prices,
         passes_s=factor * (passes_s - message_s) + message_s,
         parts=parts,
