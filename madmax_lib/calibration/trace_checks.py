@@ -29,7 +29,7 @@ _FROZEN = 2 / 3  # LoRA: weights have no gradients, one of three passes
 _RECOMPUTED = 4 / 3  # the forward pass again
 _STAGE = 2.5  # of one stage of a pipeline: ends are larger
 _LEAST_SHARE = 1e-3  # of the peak; no device is kept so slow by its own kernels
-_SAME_PEAK = 0.1  # log ratio of peaks of one device under two names
+_SAME_PEAK = 0.1  # log ratio of rates of one device under two names
 # data types that traces name alike; others mix types
 _ARITHMETIC = {name: name for name in ("fp64", "fp32", "fp16", "bf16")}
 _ARITHMETIC |= {"tf32": "fp32"}
@@ -94,8 +94,11 @@ def _check_device(timeline, case):
     traced = catalog.device_named(traced_name) if traced_name else None
     if traced is None or traced.name == device.name:
         return
-    peaks = [of.peak(of.nearest("bf16")) for of in (traced, device)]
-    differs = abs(np.log(peaks[0] / peaks[1])) > _SAME_PEAK
+    one, other = (
+        np.array([of.peak(of.nearest("bf16")), of.memory_bandwidth_bytes_per_s])
+        for of in (traced, device)
+    )
+    differs = (np.abs(np.log(one / other)) > _SAME_PEAK).any()
     if traced.family != device.family or differs:
         raise ValueError(
             f"timeline: a trace of {traced_name}, but the case's device is {device.name}"
@@ -148,8 +151,9 @@ def _check_messages(sent_bytes, case):
     plan = case.plan
     kinds = set(sent_bytes.index)
     weights_bytes = 2.0 * case.model.parameters / (plan.tp * plan.pp)  # in 16 bits
-    sharded = plan.zero >= 3 and plan.dp * plan.cp > 1
-    if sharded and not kinds & {"all_gather", "generic"}:
+    # weights are gathered, or after an update sent by those that own its states
+    sends = {"all_gather", "generic"} | ({"broadcast"} if plan.zero < 3 else set())
+    if plan.zero and plan.dp * plan.cp > 1 and not kinds & sends:
         raise ValueError(f"timeline: no all-gather, but {plan} gathers parameters")
     gathered_bytes = sent_bytes.get("all_gather", 0.0)
     gathers_nothing = plan.zero == 0 and plan.tp * plan.cp * plan.ep == 1

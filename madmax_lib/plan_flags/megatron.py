@@ -77,7 +77,11 @@ def bridge(
     keys.values.setdefault("data-parallel-sharding-strategy", "no_shard")
     keys.values.setdefault("optimizer-offload-fraction", 0.0)
     # its name was read above: it is understood
-    keys.get("mixed_precision")
+    precision = str(keys.get("mixed_precision"))
+    if re.search("fp8|fp4", precision):
+        keys.notes.append(
+            f"mixed_precision={precision}: 8 and 4 bits are of the products"
+        )
     if not is_complete:
         keys.notes.append(
             "partial: what these overrides omit comes from the recipe; here, from "

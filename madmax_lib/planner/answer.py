@@ -8,6 +8,7 @@ same source and model (`benchmarks/shipped.py`) is each plan's own. With both, t
 probability that a plan is the fastest is the share of draws in which it is.
 """
 
+import warnings
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -130,6 +131,12 @@ class SearchResult:
             software = self.table["stacks"].iloc[row].split()[0]
         # 8 bits are of the products alone: frameworks state them elsewhere
         dtype = case.dtype if case.dtype in ("bf16", "fp16", "fp32") else None
+        if dtype is None:
+            warnings.warn(
+                f"the configuration is in bf16: say dtype={case.dtype} of the products "
+                "in the words of its stack",
+                stacklevel=2,
+            )
         return plan_flags.write(
             plan,
             software,

@@ -23,7 +23,9 @@ _SIZES = ("layers", "hidden", "heads")
 _WITH = {
     "interleave": "pp",
     "schedule": "pp",
+    "first_layers": "pp",
     "last_layers": "pp",
+    "layout": "pp",
     "embedding_as_layer": "pp",
     "head_as_layer": "pp",
     "sequence_parallel": "tp",
@@ -123,6 +125,8 @@ def with_recipe(case: Case, like) -> Case:
                 warnings.warn(
                     f"the recipe has {name}={theirs}, priced is {ours}", stacklevel=3
                 )
+        for note in stated.notes:
+            warnings.warn(f"of the recipe, {note}", stacklevel=3)
         if software.name == "none":
             names = (one for one in STACKS if framework_named(one) == stated.framework)
             software = catalog.software(next(names))

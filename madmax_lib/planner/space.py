@@ -38,6 +38,9 @@ class _Schedule(NamedTuple):
     last_layers: int = 0  # of the last stage, 0 where it has as many as the others
     embedding_as_layer: bool = False
     head_as_layer: bool = False
+    # those of a recipe alone
+    first_layers: int = 0
+    layout: str = ""
 
 
 class _Sharding(NamedTuple):
@@ -274,7 +277,7 @@ def pass_choices(space: Space, case: Case, degrees: Degrees) -> dict[str, np.nda
     return {
         name: column[:, None]
         for name, column in zip(_PASS, columns, strict=True)
-        if name not in _ENDS or column.any()
+        if name not in _ENDS or any(column.tolist())
     }
 
 
@@ -288,6 +291,12 @@ def _schedules(space, case, pp, micro_batches):
     for chunks in range(1, (layers + 2) // pp + 1):
         if ends := _ends(layers, pp, chunks):
             cuts[chunks] = ends
+    recipe = case.plan  # where none leads the search, of one stage
+    if pp == recipe.pp:
+        own_ends = tuple(getattr(recipe, name) for name in _ENDS)
+        ends = cuts.setdefault(recipe.interleave, [])
+        if own_ends not in [_Schedule("", 1, *each)[2:] for each in ends]:
+            cuts[recipe.interleave] = [*ends, own_ends]
     # interleaving sends pp micro-batches round at a time
     counts = [chunks for chunks in cuts if chunks == 1 or micro_batches % pp == 0]
     if space.usual_interleave:

@@ -55,6 +55,7 @@ _WHAT_IF = [
     "decided_by",
 ]
 _DRAINS = 0.05  # more than a replay may miss what was measured
+_FEW = 0.1  # of the kernels: that few operators do not call them
 _TIGHT_NS = 0.5  # times of one event differ by less
 
 
@@ -364,6 +365,13 @@ def _limits(timeline, steps):
         )
     if (steps.graph.slices["kind"] == "comm").any():
         limits += unseen_ranks(timeline)
+    kinds = timeline.spans["kind"]
+    on_host = not (timeline.spans["stream"] >= 0).any()
+    if on_host and (kinds == "cpu").sum() < _FEW * (kinds == "compute").sum():
+        limits.append(
+            "no operators around the kernels were recorded: marks of steps count as host "
+            "work, so that faster kernels change nothing"
+        )
     return limits
 
 

@@ -9,12 +9,13 @@ from madmax_lib.plan.case import Case
 from madmax_lib.timeline.timeline import Timeline
 
 _SAME_TOKENS = 1.1  # labels are a token shorter, samples are padded to round numbers
+_AGAIN = 0.6  # of attention's passes are forward: two of three where one is repeated
 _SAME_PASSES = 1.25  # some of attention's kernels are launched twice or not named
 
 
 def check_attention(timeline: Timeline, case: Case) -> None:
-    """Raise ValueError where heads or tokens of attention on a rank, if shapes were
-    recorded, are not those that the plan leaves it:
+    """Raise ValueError where attention, if shapes were recorded, is repeated and the plan
+    says no recompute, or heads and tokens on a rank are not those that it leaves:
 
         heads = model's / tp (/ cp where heads are exchanged for tokens)
         tokens of a call = micro-batch x sequence / cp, fewer where a ring cuts them
@@ -28,6 +29,13 @@ def check_attention(timeline: Timeline, case: Case) -> None:
     seen = Observed.of(timeline).attentions
     if seen.empty:
         return
+    again = 1 - seen["backward"].mean() >= _AGAIN and seen["backward"].any()
+    if plan.recompute in ("none", "full") and again != (plan.recompute == "full"):
+        done = "is" if again else "is not"
+        raise ValueError(
+            f"timeline: attention {done} computed again in the backward pass, but {plan} "
+            f"has recompute={plan.recompute}"
+        )
     of_ulysses = plan.cp if plan.context == "ulysses" else 1
     kinds = {each.heads for each in (model, *model.variants.values())}
     heads = {count / plan.tp / of_ulysses for count in kinds}

@@ -70,13 +70,21 @@ class LinkPrices:
         for measured, points in self._curves.items():
             if measured.kind != kind:
                 continue
-            same_ranks = group.ranks == measured.ranks
-            is_here = same_ranks & (np.ceil(group.nodes) == measured.nodes)
-            if any_nonzero(is_here):
-                each_bytes = size_bytes / calls
-                each_s = measured_s(points, each_bytes)
-                scale = self._rescaled(priced, group, each_bytes)
-                seconds = np.where(is_here, moves * (calls * each_s * scale), seconds)
+            nodes = np.ceil(group.nodes)
+            is_here = (group.ranks == measured.ranks) & (nodes == measured.nodes)
+            # A larger group takes as much longer as the formulas say: priced by these
+            # alone it could be cheaper than the one that was measured.
+            crosses = (nodes > 1) == (measured.nodes > 1)
+            is_larger = crosses & (group.ranks > measured.ranks)
+            smaller = Group(
+                group.name, measured.ranks, 1, measured.ranks / measured.nodes
+            )
+            each_bytes = size_bytes / calls
+            for mask, timed in ((is_larger, smaller), (is_here, group)):
+                if any_nonzero(mask):
+                    each_s = measured_s(points, each_bytes)
+                    scale = self._rescaled(priced, group, each_bytes, timed)
+                    seconds = np.where(mask, moves * (calls * each_s * scale), seconds)
         return seconds
 
     def rate(self, kind: str, group: Group) -> tuple[Number, Number]:
@@ -122,7 +130,8 @@ class LinkPrices:
         for key, points in self.parameters.collectives.items():
             kind, ranks, nodes = key.split()
             curves[_Measured(kind, int(ranks), int(nodes))] = points
-        return curves
+        # of a group the largest of the smaller ones comes last
+        return dict(sorted(curves.items()))
 
     @cached_property
     def _near_byte_s(self):
@@ -181,16 +190,17 @@ class LinkPrices:
         far = far * fewer / share
         return copies * exchange(group.ranks, group.in_node, near / share, far)
 
-    def _rescaled(self, kind, group, size_bytes):
-        """Time of a call here over that on the links where collectives were measured,
-        both by the formulas.
+    def _rescaled(self, kind, group, size_bytes, timed):
+        """Time of a call here over that of the group that was timed, on the links where
+        collectives were measured, both by the formulas.
         """
-        if self._measured_on is self:
+        if timed is group and self._measured_on is self:
             return 1.0
         here_s, there_s = (
             size_bytes * byte_s + call_s
             for byte_s, call_s in (
-                prices.rate(kind, group) for prices in (self, self._measured_on)
+                self.rate(kind, group),
+                self._measured_on.rate(kind, timed),
             )
         )
         return here_s / np.maximum(there_s, 1e-300)

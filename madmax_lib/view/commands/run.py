@@ -89,7 +89,7 @@ def _plan(options):
     for name in AMOUNTS:
         about[name] = {end: result.best[name + tail] for end, tail in ends.items()}
         if result.table[name].isna().all():
-            about[name] = "unknown"
+            about[name] = None
     about |= {f"{name}_is": words for name, words in result.notes.items()}
     table = result.table.dropna(axis=1, how="all")
     return Answer(table, about, inputs(options), brief=_BRIEF)

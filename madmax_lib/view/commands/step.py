@@ -114,7 +114,8 @@ def used(software: str | Software | None, cluster: Cluster) -> str:
 
 def inputs(options: Namespace) -> list[str]:
     """Names that an answer was made from."""
-    names = [options.model, str(options.cluster), options.software]
+    like = getattr(options, "like", None)
+    names = [options.model, str(options.cluster), options.software, like]
     return [name for name in names if name]
 
 
