@@ -26,8 +26,6 @@ _FAMILIES = ("ampere", "hopper", "blackwell", "cpu", "other")
 _NAMES = json.loads((files("madmax_lib") / "data" / "dtype_names.json").read_text())
 # less than a megabyte of memory is a number in GB where bytes are wanted
 _LEAST_MEMORY = 1e6
-_LEAST_RATE = 1e3  # bytes/s; less was meant in GB/s
-_LEAST_PEAK = 1e6  # FLOP/s; less was meant in TFLOP/s
 
 
 def _equal(item, other):
@@ -88,8 +86,13 @@ class Device:
         for dtype, peak in self.peak_flops.items():
             what = f"{self.name}: peak_flops of {dtype_named(dtype)}"
             require_number(what, peak, positive=True)
-            if peak < _LEAST_PEAK:
-                raise ValueError(f"{what}={peak:g} is in FLOP/s, 1 TFLOP/s being 1e12")
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether runs on it, or on its family, have set constants."""
+        return self.rate_class != "successor" and (
+            (self.family, self.rate_class) != ("other", "other")
+        )
 
     def nearest(self, dtype: str) -> str:
         """The dtype, or what stands for it where the device lacks it: fp16 for bf16.
@@ -130,11 +133,6 @@ class Link:
 
     def __post_init__(self):
         check_fields(self, "bandwidth_bytes_per_s")
-        if (value := self.bandwidth_bytes_per_s) < _LEAST_RATE:
-            raise ValueError(
-                f"{self.name}: bandwidth_bytes_per_s={value:g} is in bytes/s, 1 GB/s "
-                "being 1e9"
-            )
 
 
 @dataclass(frozen=True)

@@ -264,7 +264,7 @@ def test_no_price_is_said_and_money_follows_one_that_is_given(capsys):
     assert main([*command, "--tokens", "0.01T"]) == 0
     text = capsys.readouterr().out
     assert (
-        "usd: unknown" in text
+        "usd:" not in text
         and "give --usd-per-hour" in text
         and "goodput_is" not in text
     )

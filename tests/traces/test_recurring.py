@@ -70,7 +70,9 @@ SHARED = ("hta-samples/rank0", "hta-samples/nccl_data", "hta-samples/df_index_re
 REAL = [*(f"traces/{name}.json.gz" for name in SHARED), "traces/more/torchrec-a2a5"]
 
 
-@pytest.mark.filterwarnings("ignore:.*(have no trace|no rank in):UserWarning")
+@pytest.mark.filterwarnings(
+    "ignore:.*(have no trace|no rank in|no operators around):UserWarning"
+)
 @pytest.mark.parametrize("name", [*REAL, "gpt-after", "gpt-before"])
 def test_nothing_changed_gives_the_measured_period(name):
     path = dataset_or_skip(name) if name.startswith("gpt") else local_or_skip(name)

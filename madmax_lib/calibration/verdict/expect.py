@@ -37,6 +37,7 @@ from madmax_lib.calibration.verdict.explain import (
 from madmax_lib.catalog import DLRM, Cluster, Model, Software
 from madmax_lib.plan import Case, Plan
 from madmax_lib.plan.rules import enforce, rules_of
+from madmax_lib.simulator.memory.memory import usable_bytes
 from madmax_lib.simulator.rates.parameters import (
     Parameters,
     constants_of,
@@ -277,7 +278,7 @@ def _reason(verdict, measured_s, outlook, floor_s):
     if outlook.case.dtype == "fp32" and "tf32" in device.peak_flops:
         text += "; if torch was allowed to use TF32, name dtype tf32"
     if not outlook.row["fits"] and outlook.case.plan.offload is None:
-        device_gb = device.memory_bytes / 1e9
+        device_gb = usable_bytes(device) / 1e9
         needed_gb = outlook.row["memory_bytes"] / 1e9
         text += f"; the plan should not fit: {needed_gb:.0f} GB of {device_gb:.0f} GB"
     return text

@@ -24,6 +24,7 @@ from madmax_lib.planner.money.goodput import Goodput, practice
 from madmax_lib.planner.search import check_case, price_of, search
 from madmax_lib.planner.space import Space
 from madmax_lib.simulator import estimate
+from madmax_lib.simulator.memory.memory import usable_bytes
 from madmax_lib.simulator.memory.stacks import stacks_of
 from madmax_lib.simulator.power import ERROR, device_energy_j
 from madmax_lib.simulator.rates.parameters import Parameters, constants_of, software_of
@@ -275,7 +276,7 @@ def _best(job, cluster, run):
     if not table["fits"][0]:
         raise ValueError(
             f"{plan} needs {table['memory_bytes'][0] / 1e9:,.0f} GB, "
-            f"{cluster.device.name} has {cluster.device.memory_bytes / 1e9:,.0f}"
+            f"{cluster.device.name} has {usable_bytes(cluster.device) / 1e9:,.0f}"
         )
     stack = run["software"]
     table.insert(0, "plan", str(plan))
@@ -336,7 +337,13 @@ def _notes(job, best, costs):
     factor, width = practice()
     either = best["days_high"] / best["days"]
     stacks = ", ".join(stack.name for stack in job.stacks)
-    notes = {
+    device = job.case.cluster.device
+    notes = {}
+    if not device.is_measured:
+        notes["device"] = (
+            f"data sheet alone: no run on a {device.name} or its generation was measured"
+        )
+    notes |= {
         "step": (
             f"{batch:,} samples of {sequence:,} tokens, "
             f"{batch * sequence / 1e6:.3g}M tokens"

@@ -73,9 +73,11 @@ class LinkPrices:
             nodes = np.ceil(group.nodes)
             is_here = (group.ranks == measured.ranks) & (nodes == measured.nodes)
             # A larger group takes as much longer as the formulas say: priced by these
-            # alone it could be cheaper than the one that was measured.
-            crosses = (nodes > 1) == (measured.nodes > 1)
-            is_larger = crosses & (group.ranks > measured.ranks)
+            # alone it could be cheaper than the one that was measured. On which links
+            # that was has to be known.
+            is_alike = (nodes > 1) == (measured.nodes > 1)
+            is_larger = is_alike & (group.ranks > measured.ranks)
+            is_larger = is_larger & bool(self.parameters.links)
             smaller = Group(
                 group.name, measured.ranks, 1, measured.ranks / measured.nodes
             )

@@ -25,7 +25,15 @@ _ASKED = ("days", "devices", "sure", "plan", "usd_per_hour", "pue")
 _BEST = ("devices", "plan", "stacks", "global_batch", "goodput", "in_time")
 # what a terminal shows of a training, headlines and columns
 _BRIEF = ("devices", "days", "usd", "mwh", "in_time", "global_batch", "plan")
-_BRIEF += ("mfu", "device_hours", "narrower_is", "miss_is", "hint_is", "price_is")
+_BRIEF += (
+    "mfu",
+    "device_hours",
+    "device_is",
+    "narrower_is",
+    "miss_is",
+    "hint_is",
+    "price_is",
+)
 # as people write them: 300B tokens, not 300G, but both are read
 _EXPONENTS = {"K": "e3", "M": "e6", "B": "e9", "G": "e9", "T": "e12"}
 _EXPONENTS |= {",": "", "_": ""}
