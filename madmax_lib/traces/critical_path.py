@@ -185,6 +185,14 @@ def what_if(
         *[f"{ranks} ranks"] * (ranks is not None),
     ]
     now = _Now.of(timeline, steps)
+    kinds = timeline.spans["kind"]
+    on_host = not (timeline.spans["stream"] >= 0).any()
+    few = on_host and (kinds == "cpu").sum() < _FEW * (kinds == "compute").sum()
+    if few and any("compute" in scenario for scenario in scenarios):
+        now.limits.append(
+            "no operators around the kernels were recorded: marks of steps count as host "
+            "work, so that faster kernels change nothing"
+        )
     if ranks is not None and not (timeline.spans["stream"] >= 0).any():
         now.limits.append(
             f"{ranks} ranks: assuming that each has its own device, here cores"
@@ -365,13 +373,6 @@ def _limits(timeline, steps):
         )
     if (steps.graph.slices["kind"] == "comm").any():
         limits += unseen_ranks(timeline)
-    kinds = timeline.spans["kind"]
-    on_host = not (timeline.spans["stream"] >= 0).any()
-    if on_host and (kinds == "cpu").sum() < _FEW * (kinds == "compute").sum():
-        limits.append(
-            "no operators around the kernels were recorded: marks of steps count as host "
-            "work, so that faster kernels change nothing"
-        )
     return limits
 
 

@@ -127,6 +127,8 @@ def test_commands_parse(name):
         assert __main__._parser(words[:1]).parse_args(words).command
 
 
+# a page that asks for another network says so
+@pytest.mark.filterwarnings("ignore:collectives were measured on links:UserWarning")
 @pytest.mark.parametrize("name", [*having("python"), *having("py")])
 def test_examples_run(project, name):
     namespace = {}
