@@ -14,7 +14,6 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from madmax_lib.calibration.job.attention import check_attention
 from madmax_lib.calibration.trace import slowest_stage
 from madmax_lib.calibration.trace_checks import check_trace
 from madmax_lib.plan.case import Case
@@ -179,6 +178,8 @@ def _by_trace(table, outlook, measured_s, timeline):
     rank_of = {part: rank for rank, part in enumerate(parts["part"])}
     rank = table["part"].map(rank_of).fillna(-1)  # misread numbers before all parts
     table = table.loc[rank.sort_values(kind="stable").index].reset_index(drop=True)
+    from madmax_lib.calibration.job.attention import check_attention  # a wing
+
     try:
         check_trace(timeline, outlook.case)
         check_attention(timeline, outlook.case)
