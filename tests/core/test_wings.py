@@ -83,7 +83,11 @@ def test_the_core_imports_and_runs_without_any_wing(tmp_path):
 @NIGHTLY
 @pytest.mark.parametrize("wing", WINGS)
 def test_the_rest_imports_without_a_wing(wing, tmp_path):
-    # a public path of a wing goes with it
-    wings = [wing, "planner/tune.py"] if wing == "planner/tuner" else [wing]
+    # what stands on a wing goes with it
+    with_it = {
+        "planner/tuner": "planner/tune.py",
+        "planner/changes.py": "planner/beats.py",
+    }
+    wings = [wing, *filter(None, [with_it.get(wing)])]
     result = without(wings, tmp_path)("-c", IMPORT_ALL, *rest_of(wings))
     assert result.returncode == 0, result.stderr
