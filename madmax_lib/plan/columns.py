@@ -266,7 +266,10 @@ def alike_rows(
 def distinct(words: Texts) -> set[str]:
     """The words of a column, or of one plan."""
     # of a column of categories those alone, which are few
-    return {*map(str, np.ravel(getattr(words, "categories", words)).tolist())}
+    if isinstance(words, str):
+        return {words}
+    values = {*np.ravel(getattr(words, "categories", words)).tolist()}
+    return {*map(str, values)}
 
 
 def take_product(values, rows: np.ndarray, columns: np.ndarray):
