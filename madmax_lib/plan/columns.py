@@ -268,8 +268,9 @@ def distinct(words: Texts) -> set[str]:
     # of a column of categories those alone, which are few
     if isinstance(words, str):
         return {words}
-    values = {*np.ravel(getattr(words, "categories", words)).tolist()}
-    return {*map(str, values)}
+    column = np.ravel(getattr(words, "categories", words))
+    # objects may be anything, which need not have a hash
+    return {*(column.tolist() if column.dtype.kind == "U" else map(str, column))}
 
 
 def take_product(values, rows: np.ndarray, columns: np.ndarray):
