@@ -267,3 +267,13 @@ def test_the_plan_of_a_layout_is_read_off_its_trace(layouts, model, plan):
     if expected.cp > 1:
         expected = replace(expected, context="ulysses")
     assert case.plan == expected and case.global_batch == 8
+
+
+def test_larger_groups_than_the_traced_one_are_not_cheaper():
+    """Priced by formulas alone four ranks were cheaper than the two that were timed."""
+    timeline = recorded("gpt-ddp")
+    answers = [
+        another_plan(timeline, f"dp{n}.mb8", global_batch=8 * n) for n in (2, 4, 8)
+    ]
+    comm_s = [answer.kinds["new_s"]["dp_s"] for answer in answers]
+    assert comm_s == sorted(comm_s) and comm_s[2] > 1.5 * comm_s[0]

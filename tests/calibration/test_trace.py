@@ -2,6 +2,7 @@
 of another run refused.
 """
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -329,6 +330,23 @@ def test_attention_tells_another_plan(name, changes, message):
     how |= {"dtype": "fp32", "software": "workbench", "timeline": trace}
     answer = mm.expect(case.model, case.cluster, case.plan, **how)
     assert answer.verdict == "cannot tell"
+
+
+@pytest.mark.parametrize(
+    ("cluster", "plan", "message"),
+    [
+        ("dgx-h100", "dp1.mb64.full", "attention is not computed again"),
+        ("dgx-h200", "dp1.mb64", "a trace of NVIDIA H100 .* device is h200"),
+    ],
+)
+def test_recompute_and_device_that_a_trace_contradicts(cluster, plan, message):
+    how = {"global_batch": 64, "timeline": read_trace(PROJECT / "traces" / "vit-h100")}
+    answers = [
+        mm.expect("vit-huge", mm.cluster(name, devices=1), text, **how)
+        for name, text in (("dgx-h100", "dp1.mb64"), (cluster, plan))
+    ]
+    assert [answer.verdict for answer in answers] == ["fine", "cannot tell"]
+    assert re.search(message, answers[1].reason)
 
 
 SHARED = [

@@ -113,12 +113,15 @@ def test_intervals_are_wider_where_less_is_known():
     run = {"software": "megatron-bridge", "global_batch": 288}
     asked = (("llama3-8b", "dgx-b200", 64), ("llama3-8b", "vr200-nvl72", 72))
     asked += (("llama3-8b", "mi455x-72", 72),)
-    either = []
+    either, told = [], []
     for model, cluster, devices in asked:
-        best = campaign(model, 1e12, cluster, devices=devices, **run).best
+        answer = campaign(model, 1e12, cluster, devices=devices, **run)
+        best = answer.best
         either.append(best["days_high"] / best["days"])
+        told.append("device" in answer.notes)
         log = np.hypot(practice()[1], np.log(best["high_s"] / best["step_s"]))
         assert np.log(either[-1]) == pytest.approx(log)
+    assert told == [False, True, True]
     assert either == sorted(either) and either[0] < 1.5 and either[2] > 1.1 * either[0]
 
 

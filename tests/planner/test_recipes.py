@@ -101,6 +101,25 @@ def test_recipe_of_another_model_is_said():
         mm.search("llama3-8b", CLUSTER, 256, like=flags, **RUN)
 
 
+@pytest.mark.parametrize("ends", ["first9.last9", "layout-9+11x2+9"])
+def test_stages_of_a_recipe_stay_or_become_even(ends):
+    """Llama 2 13B has 40 layers; of the recipe recompute alone is one change."""
+    like = f"dp2.tp4.pp4.z1.full.{ends}"
+    asked = {"like": like, "software": "megatron-core", "progress": False}
+    plans = mm.search("llama2-13b", CLUSTER, 256, **asked, top=200).table["plan"]
+    kept = plans.str.contains("first9|layout-9")
+    assert 0 < kept.sum() < len(plans)
+
+
+def test_eight_bits_of_a_recipe_and_of_a_configuration_are_said():
+    flags = "--tensor-model-parallel-size 4 --bf16 --fp8-format hybrid"
+    with pytest.warns(UserWarning, match="of the recipe, --fp8-format=hybrid"):
+        mm.search("llama2-13b", CLUSTER, 256, like=flags, progress=False)
+    answer = mm.search("llama2-13b", CLUSTER, 256, like=RECIPE, dtype="fp8", **RUN)
+    with pytest.warns(UserWarning, match="the configuration is in bf16: say dtype=fp8"):
+        assert "--bf16" in answer.configuration()
+
+
 def test_recipe_in_the_words_of_a_framework():
     """Its plan, its stack, and what no search sets stays as it is."""
     flags = "--tensor-model-parallel-size 4 --use-distributed-optimizer --bf16"

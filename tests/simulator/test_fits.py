@@ -320,6 +320,16 @@ def test_bad_input(call, arguments, rule):
         call(*arguments)
 
 
+def test_stacks_that_hold_what_the_usual_one_does_not_are_named():
+    run = {"global_batch": 64}
+    node = mm.cluster("dgx-h100", nodes=1)
+    result = fits("gemma2-9b", node, "dp8.z3", **run)
+    assert not result.fits and f"does under {result.stacks}" in repr(result)
+    for stack in result.stacks.split():
+        assert fits("gemma2-9b", node, "dp8.z3", software=stack, **run).fits
+    assert not fits("gemma2-9b", node, "dp8", **run).stacks
+
+
 def test_hosts_of_users(tmp_path, monkeypatch):
     monkeypatch.setenv("MADMAX_CATALOG", str(tmp_path))
     rows = "cluster,quantity,value,unit\nrtx-3090-2,memory,64,GB\n"

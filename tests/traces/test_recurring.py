@@ -84,6 +84,13 @@ def test_nothing_changed_gives_the_measured_period(name):
     assert (step_s <= step_s[0] * (1 + 1e-9)).all() and step_s[2] <= step_s[1] + 1e-9
 
 
+def test_marks_that_hide_kernels_are_said_where_kernels_are_asked_for():
+    timeline = read_trace(dataset_or_skip("gpt-before"))
+    with pytest.warns(TraceWarning, match="no operators around the kernels"):
+        what_if(timeline, {"compute": 2})
+    assert not what_if(timeline, {"comm": 2}).attrs["limits"]
+
+
 def test_a_replay_says_what_it_cannot_know():
     one = make_timeline(lanes("7 compute: k 0+9\n20 comm: AllReduce 9+5"), world_size=8)
     with pytest.warns(TraceWarning) as told:

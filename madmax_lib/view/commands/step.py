@@ -114,8 +114,7 @@ def used(software: str | Software | None, cluster: Cluster) -> str:
 
 def inputs(options: Namespace) -> list[str]:
     """Names that an answer was made from."""
-    like = getattr(options, "like", None)
-    names = [options.model, str(options.cluster), options.software, like]
+    names = [options.model, str(options.cluster), options.software]
     return [name for name in names if name]
 
 
@@ -173,7 +172,7 @@ def _search(options):
     enough = options.top <= len(result.different)
     best = (result.different if enough else result.table).head(options.top)
     if not step["software"]:
-        stack = best["stacks"].iloc[0].split(" ")[0]
+        stack = result.table["stacks"].iloc[0].split(" ")[0]
         about = {"best": result.best, "stack": stack} | about
     if recipe:
         best = result.beats
@@ -190,7 +189,8 @@ def _search(options):
         about["configuration"], written = _written(result, options.output)
     table = best[columns].dropna(axis=1, how="all")
     brief = (name for name in about if name != "columns")
-    return Answer(table, about, inputs(options), written, brief=[*brief, *first])
+    names = [*inputs(options), *filter(None, [recipe])]
+    return Answer(table, about, names, written, brief=[*brief, *first])
 
 
 def _written(result, path):
