@@ -10,11 +10,11 @@ import re
 import subprocess
 import sys
 import zipfile
+from importlib.metadata import distribution
 from pathlib import Path
 
 import IPython
 import nbformat
-import pip
 import pytest
 
 from madmax_lib import __version__
@@ -70,7 +70,8 @@ def place(tmp_path):
         [sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], check=True
     )
     own = next(tmp_path.glob("env/lib/python*/site-packages"))
-    (own / "pip").symlink_to(Path(pip.__file__).parent)
+    # not imported: setuptools, which torch compiles with, refuses a process that has pip
+    (own / "pip").symlink_to(distribution("pip").locate_file("pip"))
     for folder in ("index", "home"):
         (tmp_path / folder).mkdir()
     (tmp_path / "cell.py").write_text(CELL)
