@@ -1,7 +1,7 @@
 """Does the mixed-cluster planner's cost meet a testbed on which one device is slower? A
 line per partition.
 
-    python benchmarks/mixed_testbed.py MACHINE -o build/mixed --repeats 2
+    python benchmarks/mixed_testbed.py MACHINE -o build/mixed --repeats 2 --layers 6 --hidden 192
 
 MACHINE: the directory of a calibration of two hosts. A GPT runs in two stages, both on
 a core or one of them on half of it, under four partitions of its layers; beside the
@@ -22,9 +22,8 @@ import madmax_lib as mm
 from madmax_lib.planner import hetero
 from madmax_lib.runs import RunSpec, launch_all, read_run
 
-SIZES = {"layers": 6, "hidden": 192, "heads": 8, "kv_heads": 4, "ffn": 576}
+HEADS = {"heads": 8, "kv_heads": 4}
 BATCH = 8
-FIRST = (2, 3, 4, 5)
 SLOW = 0.5
 ORDERS = ((1.0, 1.0), (1.0, SLOW), (SLOW, 1.0))
 
@@ -35,7 +34,11 @@ def main() -> None:
     parser.add_argument("machine", type=Path)
     parser.add_argument("-o", "--output", type=Path, default=Path("build/mixed"))
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--hidden", type=int, default=192)
     options = parser.parse_args()
+    layers, hidden = options.layers, options.hidden
+    sizes = HEADS | {"layers": layers, "hidden": hidden, "ffn": 3 * hidden}
     machine = mm.machine(options.machine)
     device = machine.cluster.device
     rates = {name: SLOW * peak for name, peak in device.peak_flops.items()}
@@ -52,7 +55,7 @@ def main() -> None:
     }
     network = machine.provenance["network"]
     where = {"hosts": 2, "network": network, "device": "cpu", "timeout_s": 240.0}
-    what = {"sizes": SIZES, "global_batch": BATCH, "steps": 11, "warmup": 1}
+    what = {"sizes": sizes, "global_batch": BATCH, "steps": 11, "warmup": 1}
     given = {
         "global_batch": BATCH,
         "dtype": machine.dtype,
@@ -61,7 +64,7 @@ def main() -> None:
     }
     rows = []
     for order in ORDERS:
-        for first in FIRST:
+        for first in range(layers // 2 - 1, layers // 2 + 3):
             spec = RunSpec(
                 "gpt-tiny", f"pp2.first{first}.mb1", speed=order, **what, **where
             )
@@ -73,7 +76,7 @@ def main() -> None:
                     launch_all({folder: spec})  # one by one: a start has one speed
                 steps_s.append(read_run(folder).summary["step_s"]["median"])
             names = tuple(dict.fromkeys(devices[speed].name for speed in order))
-            cuts = (0, first + 1, SIZES["layers"] + 2)
+            cuts = (0, first + 1, layers + 2)
             plan = hetero.HeteroPlan(names, (1, 1), ((1, 1), (1, 1)), BATCH, cuts)
             cluster = [nodes[speed] for speed in order]
             cost_ms = hetero.cost(plan, model=spec.shapes, cluster=cluster, **given)
