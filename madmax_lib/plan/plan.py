@@ -40,11 +40,21 @@ _HABITS = {  # words of others, and what they are here
     "deepspeed": "dpN.z1 to dpN.z3",
 }
 _TEXTS = {"recompute-": "recompute", "layout-": "layout"}  # before parts joined by +
+_IS_FILE = re.compile(r"[/\\]|\.(ya?ml|json|toml|ini|sh|py|log|txt|csv|md)$", re.IGNORECASE)
 _CONSTANTS = {"True": True, "False": False, "inf": math.inf}
 _WORDS = {  # field and value of each word
     word: (name, _CONSTANTS.get(value, value))
     for word, name, value in _PARTS[~_IS_NUMBER].to_numpy()
 }
+
+
+def is_file_name(text: str) -> bool:
+    """Whether a text that should be a plan reads like a path.
+
+    >>> is_file_name("dp2.z3"), is_file_name("run.yaml"), is_file_name("runs/dp2")
+    (False, True, True)
+    """
+    return _IS_FILE.search(text) is not None
 
 
 @dataclass(frozen=True)
@@ -150,6 +160,11 @@ class Plan(Plans):
         if not any(parts):
             raise ValueError(
                 f"plan={short_repr(text)} must be a Plan or its text, such as dp2.tp2.z3"
+            )
+        if is_file_name(text):
+            raise ValueError(
+                f"plan={text!r} is a file's name, and a plan is a text such as "
+                "dp2.tp2.z3; search's like= and plan_flags.read take configurations"
             )
         values = {}
         for part in filter(None, parts):

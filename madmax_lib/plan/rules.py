@@ -148,12 +148,15 @@ ALONE = (
 
 
 def _not_filled(p, c):
-    """Words of the devices that a plan needs, with the nodes that have as many.
+    """Words of the devices that a plan needs, with the nodes that have as many, or the
+    part of one.
 
-    No number of nodes is named where the plan fills the last one in part.
+    Neither is named where the plan fills the last of several in part.
     """
     nodes = p.world_size / c.cluster.devices_per_node
     way_out = f"; give nodes={nodes:.0f}" if nodes == int(nodes) else ""
+    if nodes < 1:
+        way_out = f"; give devices={p.world_size}"
     return (
         f"dp x tp x pp x cp = {p.dp} x {p.tp} x {p.pp} x {p.cp} = {p.world_size}, but "
         f"{c.cluster.name} has {c.cluster.world_size} devices{way_out}"

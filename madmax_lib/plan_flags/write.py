@@ -4,7 +4,9 @@ from madmax_lib import catalog
 from madmax_lib.base.fields import require_int
 from madmax_lib.catalog import Model, Transformer
 from madmax_lib.catalog.software import OVERLAPS
+from madmax_lib.plan import Case
 from madmax_lib.plan.plan import DEFAULTS, Plan
+from madmax_lib.plan.rules import STATED, enforce
 from madmax_lib.plan_flags.keys import FRAMEWORKS, framework_named
 from madmax_lib.plan_flags.read import read
 from madmax_lib.plan_flags.writers import WRITERS, StatedRun, is_moot
@@ -63,6 +65,8 @@ def write(
         layers = model.layers if layers is None else layers
         # before any text: errors in the words of the plan
         plan.check(model, None, sequence=sequence)
+        case = Case(model, None, plan, sequence=sequence, software=_SOFTWARE_OF[name])
+        enforce(STATED, plan, case)
     run = StatedRun(
         global_batch,
         sequence,

@@ -15,6 +15,7 @@ from madmax_lib import catalog
 from madmax_lib.catalog.software import STACKS
 from madmax_lib.plan import Case, Plan, Plans
 from madmax_lib.plan.legal import legal
+from madmax_lib.plan.plan import is_file_name
 from madmax_lib.planner.space import SEARCHED, Space
 
 # of a model, that its configurations state alike
@@ -110,7 +111,9 @@ def with_recipe(case: Case, like) -> Case:
         layers = case.model.layers
         try:
             stated = plan_flags.read(like, world_size=devices, layers=layers)
-        except (FileNotFoundError, TypeError):
+        except FileNotFoundError as absent:
+            raise (absent if is_file_name(like) else no_plan) from None
+        except TypeError:
             raise no_plan from None
         plan = stated.plan
         if other_sizes := _differing_sizes(like, case.model):

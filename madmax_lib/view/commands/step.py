@@ -10,6 +10,8 @@ from madmax_lib.base.atomic import write_text
 from madmax_lib.catalog import Model
 from madmax_lib.catalog.hardware import Cluster, Link, node_extent
 from madmax_lib.catalog.software import Software
+from madmax_lib.plan import Case, Plan
+from madmax_lib.plan.rules import STATED
 from madmax_lib.runs.testbed import bits_per_s
 from madmax_lib.view.commands.answers import Answer, add_command
 
@@ -141,6 +143,8 @@ def _estimate(options):
     about |= {"global_batch": options.global_batch, "sequence": sequence}
     about["devices"] = cluster.world_size
     about["software"] = used(step["software"], cluster)
+    if unsaid := _unsaid(step, options.plans):
+        about["priced_all_the_same"] = unsaid
     if options.network:
         about["assumed"] = (
             f"{options.network} a node of {cluster.devices_per_node} device(s), over "
@@ -151,6 +155,18 @@ def _estimate(options):
 
         about["calibration"] = machine(options.cluster).verdict
     return Answer(table, about, inputs(options), brief=[*about, *_ESTIMATED])
+
+
+def _unsaid(step, plans):
+    """Plans that the software runs, but whose configuration has no word for them."""
+    run = {name: step[name] for name in _RUN}
+    words = []
+    for plan in plans:
+        case = Case(step["model"], step["cluster"], Plan.parse(plan), **run)
+        for rule in STATED:
+            if rule.broken(case.plan, case):
+                words.append(f"{plan}: {rule.words(case.plan, case)}")
+    return "; ".join(words)
 
 
 def _search(options):
