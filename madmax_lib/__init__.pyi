@@ -13,7 +13,11 @@ from madmax_lib.calibration.trace import fit_timeline as fit_timeline
 from madmax_lib.calibration.verdict.expect import expect as expect
 from madmax_lib.catalog.datasets import dataset as dataset
 from madmax_lib.catalog.flops import flops as flops
-from madmax_lib.catalog.hardware import Device as Device, Link as Link
+from madmax_lib.catalog.hardware import (
+    Cluster as Cluster,
+    Device as Device,
+    Link as Link,
+)
 from madmax_lib.catalog.listing import (
     clusters as clusters,
     devices as devices,

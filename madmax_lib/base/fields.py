@@ -135,6 +135,21 @@ _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 60
 
 
+def same_fields(item, other) -> bool:
+    """Equality of dataclasses whose fields may be tables, and may be unknown (NaN)."""
+    if type(item) is not type(other):
+        return False
+    for name, value in vars(item).items():
+        theirs = getattr(other, name)
+        if hasattr(value, "equals"):  # a table
+            if not value.equals(theirs):
+                return False
+        # unknown ones (NaN) differ from themselves
+        elif value != theirs and (value == value or theirs == theirs):
+            return False
+    return True
+
+
 def dataclass_repr(item) -> str:
     """A dataclass in a few lines: the fields that its defaults do not give, and of its
     parts the names.

@@ -15,6 +15,7 @@ from madmax_lib.base.fields import (
     is_whole,
     require_int,
     require_number,
+    same_fields,
     short_repr,
 )
 from madmax_lib.catalog.refusals import refuse
@@ -24,16 +25,16 @@ _FAMILIES = ("ampere", "hopper", "blackwell", "cpu", "other")
 # spellings of torch, numpy and people; and what stands for a dtype where a device lacks
 # it, nearest first
 _NAMES = json.loads((files("madmax_lib") / "data" / "dtype_names.json").read_text())
-# less than a megabyte of memory is a number in GB where bytes are wanted
-_LEAST_MEMORY = 1e6
+# less is a number in GB or TFLOP where bytes or FLOP are wanted
+_LEAST_BYTES = 1e4
+_LEAST_FLOPS = 1e7
 
 
-def _equal(item, other):
-    """Whether two dataclasses of a type hold the same, where unknown (NaN) is unknown."""
-    if type(item) is not type(other):
-        return False
-    pairs = zip(vars(item).values(), vars(other).values(), strict=True)
-    return all(a == b or (a != a and b != b) for a, b in pairs)
+def _check_unit(item, *names):
+    """Raises ValueError where a field in bytes, or bytes/s, was given in GB."""
+    for name in names:
+        if getattr(item, name) < _LEAST_BYTES:
+            refuse(item, name, "is in bytes, 1 GB being 1e9")
 
 
 @dataclass(frozen=True)
@@ -64,18 +65,14 @@ class Device:
     process_bytes: float = float("nan")
 
     __repr__ = dataclass_repr
-    __eq__ = _equal
+    __eq__ = same_fields
 
     def __hash__(self):
         return hash(self.name)
 
     def __post_init__(self):
         check_fields(self, "memory_bytes", "memory_bandwidth_bytes_per_s")
-        for name in ("memory_bytes", "memory_bandwidth_bytes_per_s"):
-            if (value := getattr(self, name)) < _LEAST_MEMORY:
-                raise ValueError(
-                    f"{self.name}: {name}={value:g} is in bytes, 1 GB being 1e9"
-                )
+        _check_unit(self, "memory_bytes", "memory_bandwidth_bytes_per_s")
         if self.family not in _FAMILIES:
             refuse(self, "family", f"is not one of {', '.join(_FAMILIES)}")
         if not self.peak_flops:
@@ -86,6 +83,8 @@ class Device:
         for dtype, peak in self.peak_flops.items():
             what = f"{self.name}: peak_flops of {dtype_named(dtype)}"
             require_number(what, peak, positive=True)
+            if peak < _LEAST_FLOPS:
+                raise ValueError(f"{what}={peak:g} is in FLOP/s, 1 TFLOP/s being 1e12")
 
     @property
     def is_measured(self) -> bool:
@@ -133,6 +132,9 @@ class Link:
 
     def __post_init__(self):
         check_fields(self, "bandwidth_bytes_per_s")
+        _check_unit(self, "bandwidth_bytes_per_s")
+        if self.latency_s >= 1:
+            refuse(self, "latency_s", "is in seconds, 1 us being 1e-6")
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,7 @@ class Host:
     tdp_w: float = float("nan")  # of the processors; NaN: unknown
 
     __repr__ = dataclass_repr
-    __eq__ = _equal
+    __eq__ = same_fields
 
     def __hash__(self):
         return hash(self.name)

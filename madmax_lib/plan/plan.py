@@ -40,7 +40,7 @@ _HABITS = {  # words of others, and what they are here
     "deepspeed": "dpN.z1 to dpN.z3",
 }
 _TEXTS = {"recompute-": "recompute", "layout-": "layout"}  # before parts joined by +
-_IS_FILE = re.compile(r"[/\\]|\.(ya?ml|json|toml|ini|sh|py|log|txt|csv|md)$", re.IGNORECASE)
+_IS_FILE = re.compile(r"\.(ya?ml|json|toml|ini|sh|py|log|txt|csv|md)$", re.IGNORECASE)
 _CONSTANTS = {"True": True, "False": False, "inf": math.inf}
 _WORDS = {  # field and value of each word
     word: (name, _CONSTANTS.get(value, value))
@@ -51,8 +51,8 @@ _WORDS = {  # field and value of each word
 def is_file_name(text: str) -> bool:
     """Whether a text that should be a plan reads like a path.
 
-    >>> is_file_name("dp2.z3"), is_file_name("run.yaml"), is_file_name("runs/dp2")
-    (False, True, True)
+    >>> is_file_name("dp2.z3"), is_file_name("runs/job.yaml")
+    (False, True)
     """
     return _IS_FILE.search(text) is not None
 

@@ -72,6 +72,8 @@ def _dtype(keys, auto):
 def _recompute(keys):
     interval = "pipeline.activation_checkpoint_interval"
     inputs = "activation_checkpointing.cpu_checkpointing"
+    if not {interval, "script.gradient_checkpointing"} & {*keys.values}:
+        keys.notes.append("recompute: the training script says it, here none")
     default = int(keys.flag("script.gradient_checkpointing"))
     layers = keys.count(interval, default, 0)  # of which only the first input is kept
     if layers > 1:
@@ -226,6 +228,7 @@ def accelerate(
     world = world_size or require_int(
         "num_processes", values.get("num_processes") or 1, 1
     )
+    stated = values.get("num_processes", world)
     # fp8 is of the products alone
     dtypes = {"bf16": "bf16", "fp8": "bf16", "fp16": "fp16"}
     dtype = dtypes.get(str(values.get("mixed_precision")).lower(), "fp32")
@@ -244,6 +247,8 @@ def accelerate(
         )
     if keys.get("mixed_precision") == "fp8":
         keys.notes.append("mixed_precision=fp8: of the products, the rest is bf16")
+    if stated != world:
+        keys.notes.append(f"num_processes={stated}: read for {world}")
     plan = _mesh(keys, kind, world) | keys.fields()
     plan |= {"sequence_parallel": False, "dtype": dtype}
     # MULTI_GPU and TP are DDP: whole copies

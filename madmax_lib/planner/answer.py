@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib import catalog
-from madmax_lib.base.fields import require_int
+from madmax_lib.base.fields import require_int, same_fields
 from madmax_lib.plan import Plan, Plans
 from madmax_lib.planner.evaluate import (
     LAYOUT_KEY,
@@ -220,6 +220,8 @@ class SearchResult:
         if self.hint:
             lines.append(f"hint: {self.hint}")
         return [*lines, _configured_for(best.stacks)]
+
+    __eq__ = same_fields
 
     def __repr__(self):
         return "\n".join(self._lines())

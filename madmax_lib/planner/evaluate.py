@@ -17,7 +17,12 @@ from operator import or_
 
 import numpy as np
 
-from madmax_lib.base.fields import require_int, require_number, short_repr
+from madmax_lib.base.fields import (
+    require_int,
+    require_number,
+    same_fields,
+    short_repr,
+)
 from madmax_lib.catalog import Software
 from madmax_lib.plan import Case
 from madmax_lib.plan.columns import Plans, take_product
@@ -79,6 +84,8 @@ class SearchProblem:
     room_bytes: float  # memory of a device that a plan may use
     stacks: tuple[Software, ...]  # one of which must launch a plan; empty: any will do
     changes: int | None = None  # most `changes` from that plan
+
+    __eq__ = same_fields
 
     def __post_init__(self):
         if self.objective not in list(_OBJECTIVES):

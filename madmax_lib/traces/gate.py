@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pandas as pd
 
-from madmax_lib.base.fields import require_number, require_type
+from madmax_lib.base.fields import require_number, require_type, same_fields
 from madmax_lib.base.units import NS_PER_S
 from madmax_lib.timeline.timeline import BUSY_KINDS, Timeline, with_origin
 from madmax_lib.traces.diff import op_names
@@ -95,6 +95,8 @@ class GateResult:
     def passed(self) -> bool:
         """Whether the step is known not to be slower, and no quantity is."""
         return self.verdict == "pass"
+
+    __eq__ = same_fields
 
     def __repr__(self):
         verdict = self.table["verdict"]

@@ -104,7 +104,7 @@ def test_a_device_computes_in_what_its_silicon_has(name, dtype, nearest):
 
 V100 = Device("v100", 16e9, 9e11, {"fp32": 2e13, "fp16": 1e14})
 OLD = Device("old", 8e9, 2e11, {"fp32": 5e12})
-EIGHT = Cluster("c", V100, 8, 16, Link("a", 2), Link("b", 1))
+EIGHT = Cluster("c", V100, 8, 16, Link("a", 2e9), Link("b", 1e9))
 SMALL = Transformer("t", 2, 12, 3, 40)
 
 

@@ -89,6 +89,9 @@ CALLS = cells(
     mm.launch("gpt-tiny", "x") | spec='gpt-tiny' & a RunSpec; such as
     mm.machine("/nope") | no calibration here & `python -m madmax_lib calibrate
     Device("mine", 80, 864, {"bf16": 362}) | mine: memory_bytes=80 & in bytes, 1 GB being 1e9
+    Device("mine", 80e9, 864e9, {"bf16": 362}) | bf16=362 & FLOP/s, 1 TFLOP/s being 1e12
+    mm.Link("net", 400) | net: bandwidth_bytes_per_s=400 & in bytes, 1 GB being 1e9
+    mm.Link("net", 50e9, 5) | net: latency_s=5 & in seconds, 1 us being 1e-6
     Transformer("mine", 2, 64, 6, 4) | mine: hidden=64 & multiple of heads=6
     replace(mm.model(MODEL), name="mine", kv_heads=3) | mine: kv_heads=3 & divide heads=32
 """,
@@ -102,6 +105,9 @@ COMMANDS = cells(
     estimate | required: model, cluster
     estimate lama3 {CLUSTER} dp8 --global-batch 64 | unknown model 'lama3'; nearest: llama
     estimate {MODEL} {CLUSTER} dp8/tp2 --global-batch 64 | 'dp8/tp2' in plan
+    estimate {MODEL} {CLUSTER} job.yaml --global-batch 64 | plan='job.yaml' is a file's name & dp2.tp2.z3
+    estimate {MODEL} {CLUSTER} dp1 --global-batch 64 | dgx-h100 has & devices; give --devices 1
+    search {MODEL} {CLUSTER} --like none.yaml --global-batch 64 | none.yaml: No such file
     estimate {MODEL} {CLUSTER} dp8 --global-batch x | invalid int value: 'x'
     search {MODEL} dgx --global-batch 64 | unknown cluster 'dgx'; nearest
     fits {MODEL} {CLUSTER} dp3 --global-batch 64 | dgx-h100 has 8 devices

@@ -11,7 +11,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from support import local_or_skip, rows_beside
+from support import local_or_skip, refused, rows_beside
 
 from madmax_lib import plan_flags
 from madmax_lib.catalog.software import OVERLAPS
@@ -388,6 +388,21 @@ def test_a_configuration_names_its_model(framework):
         ValueError, match="dlrm-a: recommendation models have no configuration"
     ):
         plan_flags.write(plan, framework, model="dlrm-a")
+
+
+def test_stages_that_a_stack_has_no_words_for_are_not_written():
+    run = {"model": "llama3-8b", "global_batch": 512}
+    assert "--num-layers 32" in plan_flags.write("pp4.dp8", "megatron-lm", **run)
+    with refused("megatron-core does not say & pp x interleave = 5 x 1"):
+        plan_flags.write("pp5.dp8", "megatron-lm", **run)
+
+
+def test_what_deepspeed_leaves_to_the_script_is_noted():
+    read = partial(plan_flags.read, world_size=8)
+    full = plan_flags.write("dp8.z3.full", "deepspeed", global_batch=64)
+    silent = plan_flags.write("dp8.z3", "deepspeed", global_batch=64)
+    assert read(full).notes == ()
+    assert read(silent).notes == ("recompute: the training script says it, here none",)
 
 
 def test_harmless_keys_are_listed():

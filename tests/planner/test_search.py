@@ -3,6 +3,7 @@ resumed.
 """
 
 import ast
+import pickle
 import re
 from dataclasses import replace
 
@@ -349,3 +350,13 @@ def test_training_time_and_cost(found):
         and (free["days"] < table["days"]).all()
         and "mwh" not in free
     )
+
+
+def test_answers_are_equal_after_a_round_trip():
+    """Tables and unknown numbers (NaN) included."""
+    run = {"model": "gpt2", "cluster": "dgx-a100", "global_batch": 64}
+    found = mm.search(**run, software="megatron-core", progress=False)
+    held = [mm.fits(**run, plan=plan) for plan in ("dp8", "dp8.z1")]
+    for answer in (found, *held):
+        assert pickle.loads(pickle.dumps(answer)) == answer != 3
+    assert held[0] != held[1]

@@ -298,7 +298,7 @@ def test_data_are_those_of_the_shared_files(column):
     assert ours.tolist() == pytest.approx(theirs.tolist(), abs=1e-3)
 
 
-ONE = Link("l", 1)
+ONE = Link("l", 1e9)
 SMALL = Cluster("c", replace(FOUR.device, memory_bytes=1e9), 1, 1, ONE, ONE)
 
 

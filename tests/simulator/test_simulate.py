@@ -22,7 +22,7 @@ from madmax_lib.simulator.rates.compute import optimizer_bytes
 from madmax_lib.simulator.rates.parameters import Parameters
 from madmax_lib.timeline.kinds import collective_names
 
-DEVICE = Device("ideal", 1e12, 1e30, {"bf16": 1.0, "fp32": 1.0})
+DEVICE = Device("ideal", 1e12, 1e30, {"bf16": 1e9, "fp32": 1e9})
 CLUSTER = Cluster("c", DEVICE, 8, 8, Link("in", 1e30), Link("out", 1e30))
 TINY = Transformer("tiny", 4, 64, 4, 256, sequence=128, vocab=512)
 NODE = mm.cluster("dgx-a100")
@@ -67,8 +67,8 @@ def test_bubble_of_equal_stages(plan, pp, micro_batches):
     schedule = {"gpipe": "gpipe", "zb": "zero-bubble"}.get(plan, "1f1b")
     plan = mm.Plan(pp=pp, schedule=schedule, interleave=v)
     case = Case(TINY, CLUSTER, plan, micro_batches)
-    # 1/v FLOP at 1 FLOP/s
-    product = gemm("product", 0.5 / v, 1.0, 1.0, precision("bf16"), weights=True)
+    # 1/v GFLOP at 1 GFLOP/s
+    product = gemm("product", 0.5e9 / v, 1.0, 1.0, precision("bf16"), weights=True)
     stages = [[[Block("attention", (product,))]] * v] * pp
     batch = MicroBatch(stages, Prices(Steps.of(case), Parameters()))
     _, end_s = run(StepBuilder(case, batch).build(micro_batches))
@@ -178,12 +178,12 @@ def test_a_pipeline_sends_every_activation_once(plan, v):
 @pytest.mark.parametrize(("once", "share"), [(0.0, 1.0), (1.0, 0.75)])
 def test_a_token_crosses_once_to_a_node(once, share):
     """Of two experts on two nodes 1.5 are expected on different ones."""
-    cluster = replace(CLUSTER, nodes=2, inter=Link("out", 1.0))
+    cluster = replace(CLUSTER, nodes=2, inter=Link("out", 1e6))
     steps = Steps.of(Case(MIXTURE, cluster, mm.Plan(dp=16, ep=16), 16))
     steps = replace(steps, traits=replace(steps.traits, send_once=once))
     prices = Prices(steps, Parameters())
     seconds = prices.comm_s("all_to_all", 16.0, prices.groups["ep"])
-    assert seconds == pytest.approx(8 * share)
+    assert seconds == pytest.approx(8e-6 * share)
 
 
 def test_a_short_last_micro_batch():

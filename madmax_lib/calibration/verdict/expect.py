@@ -19,7 +19,7 @@ import pandas as pd
 from scipy.stats import t as student
 
 from madmax_lib import catalog
-from madmax_lib.base.fields import require_number, require_type
+from madmax_lib.base.fields import require_number, require_type, same_fields
 from madmax_lib.calibration.fit import usable
 from madmax_lib.calibration.published.rows import (
     facts_of,
@@ -95,6 +95,8 @@ class Expectation:
         measured over predicted.
         """
         return nearest(self.case)
+
+    __eq__ = same_fields
 
     def __repr__(self):
         lines = [f"{self.verdict}: {self.reason}"]

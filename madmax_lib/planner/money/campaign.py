@@ -17,7 +17,12 @@ import pandas as pd
 from scipy.stats import norm
 
 from madmax_lib import catalog
-from madmax_lib.base.fields import require_int, require_number, require_type
+from madmax_lib.base.fields import (
+    require_int,
+    require_number,
+    require_type,
+    same_fields,
+)
 from madmax_lib.catalog import Cluster, Model, Software
 from madmax_lib.plan import Case, Plan
 from madmax_lib.planner.money.goodput import Goodput, practice
@@ -73,6 +78,8 @@ class Campaign:
     table: pd.DataFrame
     best: pd.Series
     notes: dict[str, str]
+
+    __eq__ = same_fields
 
     def __repr__(self):
         row = self.best
@@ -159,7 +166,7 @@ def campaign(
     table = pd.DataFrame(rows).drop(columns="hint_of")
     # days are log-normal around the prediction
     late = np.log((days or np.nan) / table["days"])
-    table["in_time"] = norm.cdf(late / _sigma(table))
+    table["in_time"] = norm.cdf(late / _sigma(table)).round(4)
     best = table.iloc[-1]
     notes = _notes(job, best, costs)
     if hint := getattr(rows[-1]["hint_of"], "hint", ""):

@@ -15,7 +15,7 @@ import pandas as pd
 
 from madmax_lib import catalog
 from madmax_lib.base import format_bytes
-from madmax_lib.base.fields import short_repr
+from madmax_lib.base.fields import same_fields, short_repr
 from madmax_lib.catalog import Cluster, Model, Software, Transformer
 from madmax_lib.plan import Case, Plan
 from madmax_lib.plan.rules import enforce, rules_of
@@ -91,6 +91,8 @@ class FitsResult:
     table: pd.DataFrame
     share: float = float("nan")
     stacks: str = ""
+
+    __eq__ = same_fields
 
     def __repr__(self):
         verdict = "fits" if self.fits else "does not fit"

@@ -18,7 +18,7 @@ from madmax_lib.view.commands.answers import Answer, add_command
 # options of every training, by the names that estimates take
 _RUN = ("global_batch", "sequence", "dtype", "software")
 _COLUMNS = (
-    "low_s and high_s: 90 % interval; probability: of being the fastest way to "
+    "low_s and high_s: 90 % interval of step_s; probability: of being the fastest way to "
     "split; why: compared with the median way; "
     "limit: largest parts of the step besides compute, counting only exposed "
     "communication"
