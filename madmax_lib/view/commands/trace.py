@@ -98,18 +98,22 @@ def _cut(options):
 
 
 def _parts(recording, about):
-    """Answer of a breakdown by parts; its headline, after what is known about it: a
-    step, the shares of the steps' time, and the work outside of all in s per rank.
+    """Answer of a breakdown by parts, of the steps that count and of what lies outside
+    of all; its headline, after what is known about it: a step, the shares of the steps'
+    time, and the work outside in s per rank.
     """
+    import pandas as pd
+
     # of warm-up no other step has its share
     steady, counted = traces.steady_state(recording)
-    parts = traces.breakdown(steady, steps=True)
-    times_s = parts[parts["part"] == "steps"].sum(numeric_only=True)
+    rows = traces.breakdown(steady, steps=True).query("part == 'steps'")
+    times_s = rows.sum(numeric_only=True)
     names = ["compute_s", "exposed_comm_s", "idle_s"]
     shares = times_s[names] / (times_s["total_s"] or math.nan)
-    table = traces.breakdown(recording, steps=True)
-    work_s = (table["total_s"] - table["idle_s"]).groupby(table["part"]).sum()
-    outside_s = work_s.drop("steps") / len(recording.ranks)
+    outside = traces.breakdown(recording, steps=True).query("part != 'steps'")
+    work_s = (outside["total_s"] - outside["idle_s"]).groupby(outside["part"]).sum()
+    outside_s = work_s / len(recording.ranks)
+    table = pd.concat([rows, outside]).sort_values("rank", kind="stable")
     summary = _ranks(recording) | {
         "steps": len(recording.steps),
         "not_counted": _others(recording, counted),
