@@ -80,7 +80,7 @@ def fit_notes(
 
 
 def _check_device(timeline, case):
-    """Family and peak of the traced device against the case's."""
+    """Family, peak and bandwidths of the traced device against the case's."""
     device = case.cluster.device
     traced_name = timeline.meta.device
     compute = timeline.spans[timeline.spans["kind"] == "compute"]
@@ -95,7 +95,13 @@ def _check_device(timeline, case):
     if traced is None or traced.name == device.name:
         return
     one, other = (
-        np.array([of.peak(of.nearest("bf16")), of.memory_bandwidth_bytes_per_s])
+        np.array(
+            [
+                of.peak(of.nearest("bf16")),
+                of.memory_bandwidth_bytes_per_s,
+                of.scale_up_bytes_per_s or np.nan,
+            ]
+        )
         for of in (traced, device)
     )
     differs = (np.abs(np.log(one / other)) > _SAME_PEAK).any()

@@ -337,6 +337,7 @@ def test_attention_tells_another_plan(name, changes, message):
     [
         ("dgx-h100", "dp1.mb64.full", "attention is not computed again"),
         ("dgx-h200", "dp1.mb64", "a trace of NVIDIA H100 .* device is h200"),
+        ("hgx-h800", "dp1.mb64", "a trace of NVIDIA H100 .* device is h800"),
     ],
 )
 def test_recompute_and_device_that_a_trace_contradicts(cluster, plan, message):
