@@ -69,8 +69,9 @@ def search(
     full `Space` if None, `Space.quick()` for what people usually run. software: that
     trains, a name of `data/software.csv` or one of your own; that of the parameters if
     None. Without any, a plan must be launched by one of the `STACKS` whose
-    configuration `plan_flags` writes; those that are best as under tuned Megatron, and
-    of each layout, are ranked as the first such stack launches them; on TPUs by JAX.
+    configuration `plan_flags` writes, and held by it; those that are best as under tuned
+    Megatron, and of each layout, are ranked under the fastest such stack; on TPUs under
+    JAX.
     like: a recipe, that is a Plan, its text, or a configuration of a framework (file,
     text, dictionary, log): the plans that at most three changes of it lead to, whose
     `beats` says which are faster, by how much, how surely and why. The space is then of

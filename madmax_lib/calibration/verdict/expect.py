@@ -89,14 +89,14 @@ class Expectation:
     explanations: pd.DataFrame
     case: Case
 
+    __eq__ = same_fields
+
     @cached_property
     def nearest(self) -> pd.DataFrame:
         """The three published runs most like this one, with their step, MFU, and
         measured over predicted.
         """
         return nearest(self.case)
-
-    __eq__ = same_fields
 
     def __repr__(self):
         lines = [f"{self.verdict}: {self.reason}"]
