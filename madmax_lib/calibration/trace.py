@@ -240,19 +240,24 @@ def _collectives(traces, cases):
         table = calls(trace)
         matched = (table["call"] >= 0) & (table["size_bytes"] > 0)
         table = table[matched & (table["duration_s"] > 0)]
+        is_exposed = table["exposed_s"] > table["duration_s"] / 2
+        table = table.assign(is_exposed=is_exposed)
         # a call takes what the rank that came last sees: the others wait for it
         table = table.groupby("call").agg(
             collective=("collective", "first"),
             ranks=("group_size", "first"),
             size_bytes=("size_bytes", "max"),
             seconds=("duration_s", "min"),
+            exposed=("is_exposed", "mean"),
         )
         # rounded up to whole nodes
         nodes = -(-table["ranks"] // case.cluster.devices_per_node)
         both = {"send": "send_recv", "recv": "send_recv"}
         table = table.assign(nodes=nodes, collective=table["collective"].replace(both))
+        on_cpu = case.cluster.device.family == "cpu"
+        table = _with_cores(table) if on_cpu else table
         tables.append(table)
-        if case.cluster.device.family == "cpu":
+        if on_cpu:
             # gloo reduces and scatters by an all-reduce
             reduces = table[table["collective"] == "all_reduce"]
             tables.append(reduces.assign(collective="reduce_scatter"))
@@ -262,6 +267,27 @@ def _collectives(traces, cases):
     # a line through one size tells no latency
     rows = rows[groups.transform("nunique") > 1]
     return MeasuredCollectives(rows).curves if len(rows) else {}
+
+
+def _with_cores(calls):
+    """Seconds of collectives by kind, group and size as they take with cores of their
+    own, of calls of processes on a CPU.
+
+    A call under compute waits for cores that others have. Of a size that is seen only so
+    the fastest call counts, at no more seconds a byte than one that nothing hides:
+        t(s) <= s min(t_exposed / s_exposed)
+    """
+    group = ["collective", "ranks", "nodes"]
+    by_size = calls.groupby([*group, "size_bytes"])["seconds"]
+    exposed = calls[calls["exposed"] > 0.5].groupby([*group, "size_bytes"])["seconds"]
+    table = by_size.min().rename("fastest_s").reset_index()
+    table = table.merge(exposed.median().rename("exposed_s").reset_index(), how="left")
+    per_byte = (table["exposed_s"] / table["size_bytes"]).groupby(
+        [table[name] for name in group]
+    )
+    most_s = table["size_bytes"] * per_byte.transform("min")
+    seconds = table["exposed_s"].fillna(np.fmin(table["fastest_s"], most_s))
+    return table.assign(seconds=seconds)
 
 
 def slowest_stage(timeline: Timeline, case: Case) -> dict[str, float]:

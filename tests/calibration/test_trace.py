@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 
 import numpy as np
+import pandas as pd
 import pytest
 from support import local_or_skip, make_timeline
 
@@ -13,7 +14,7 @@ import madmax_lib as mm
 from madmax_lib import catalog
 from madmax_lib.base.units import NS_PER_S
 from madmax_lib.calibration.job.attention import check_attention
-from madmax_lib.calibration.trace import fit_timeline, kernel_seconds
+from madmax_lib.calibration.trace import _with_cores, fit_timeline, kernel_seconds
 from madmax_lib.catalog.datasets import PROJECT
 from madmax_lib.catalog.models import Cluster, Device, Link, Transformer
 from madmax_lib.plan.case import Case
@@ -382,3 +383,17 @@ def test_traces_of_other_machines_and_models_are_refused(
     case = Case(model, cluster, plan, 8 * plan.dp, software="fsdp2")
     with pytest.raises(ValueError, match=message):
         fit_timeline(read_trace(local_or_skip(f"traces/{name}")), case)
+
+
+def test_collectives_under_compute_of_a_cpu_are_timed_with_cores_of_their_own():
+    """A small bucket that the backward pass starves is no slower, byte for byte, than a
+    large one that nothing hides.
+    """
+    group = {"collective": "all_reduce", "ranks": 2, "nodes": 1}
+    rows = [(1e6, 21e-3, 0), (1e6, 8e-3, 0), (9e6, 5.6e-3, 1), (9e6, 5.4e-3, 1)]
+    table = pd.DataFrame(rows, columns=["size_bytes", "seconds", "exposed"])
+    seconds = _with_cores(table.assign(**group)).set_index("size_bytes")["seconds"]
+    assert seconds.to_dict() == pytest.approx({1e6: 5.5e-3 / 9, 9e6: 5.5e-3})
+    # where nothing is exposed the fastest call is what there is
+    alone = _with_cores(table.assign(**group, exposed=0)).set_index("size_bytes")
+    assert alone["seconds"].to_dict() == pytest.approx({1e6: 8e-3, 9e6: 5.4e-3})
