@@ -70,11 +70,12 @@ def estimate(
     100,000 rows too. A table's row that the cluster or batch cannot hold is NaN and
     does not fit; then a column reason says of each row which rule it breaks, empty for
     the others. With offload in a plan or table there are two columns more: offload_s, a
-    part too, and offload_share, of what may leave the device, found as in
-    `offload.best_offload` if policy names none; such rows are worked out one by one,
-    and are NaN where no share fits, as their memory_bytes always are. Raises ValueError
-    for such a Plan, an unknown column or dtype, or a recommendation model. See also:
-    mm.simulate, mm.search, mm.fits, mm.memory, mm.expect.
+    part too, and offload_share, of what may leave the device. If policy names none, that
+    is all of it under a software that is named, else it is found as in
+    `offload.best_offload`. Such rows are worked out one by one, and are NaN where no
+    share fits, as their memory_bytes always are. Raises ValueError for such a Plan, an
+    unknown column or dtype, or a recommendation model. See also: mm.simulate,
+    mm.search, mm.fits, mm.memory, mm.expect.
 
     >>> table = pd.DataFrame({"dp": [8, 4, 3], "tp": [1, 2, 1]})  # 3 of 8 is no layout
     >>> steps = estimate("gpt2-large", "dgx-a100", table, global_batch=64)
@@ -191,7 +192,7 @@ def _with_offload(values, case, parameters, policy):
     offload; rows that have it are timed one by one, and their values replaced.
     """
     # offload is a wing: imported where a step needs it
-    from madmax_lib.simulator.offload.offload import offload_row, policy_of
+    from madmax_lib.simulator.offload.offload import offload_row
 
     def seconds_of(one):
         """Seconds of one plan, without what offload adds."""
@@ -199,7 +200,6 @@ def _with_offload(values, case, parameters, policy):
             zip(_SECONDS, _values(one, parameters)[:, 0].tolist(), strict=False)
         )
 
-    policy = policy_of(policy)
     size = values.shape[1]
     kinds = np.broadcast_to(np.asarray(case.plan.offload, dtype=object), size)
     rows = np.flatnonzero(np.not_equal(kinds, None))

@@ -6,6 +6,7 @@ rest, and no more than host and drives take. Without, everything is on the devic
 deeper, until a step does not fit.
 """
 
+import warnings
 from bisect import bisect_left
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -142,7 +143,8 @@ def fits(
     model, cluster, plan: or their names and its text. sequence: tokens per sample, the
     model's own if None. software: whose habits, as in `memory`; under offload always
     DeepSpeed's. imbalance: of experts, as in `Case`. policy: how states leave the
-    device; if it names no share, the least one that the device needs. Raises ValueError
+    device; if it names no share, the least one that the device needs; if None, all that
+    may leave under a software that is named, as stacks do it. Raises ValueError
     for a plan that cannot be laid over model and cluster, or an offload to what the
     cluster lacks. See also: mm.memory, mm.largest_model, mm.planner.lever_table.
 
@@ -163,13 +165,19 @@ def fits(
     cluster = case.cluster
     plan = case.plan
     enforce(rules_of(case), plan, case)
-    policy = policy_of(policy)
+    policy = policy_of(policy, case)
     share = float("nan")
     room = room_bytes(cluster, plan)
     if plan.offload is None:
         parts = bytes_by_component(case).items()
         sizes = {(name, "device"): size for name, size in parts}
     else:
+        if case.software.name not in ("none", "deepspeed"):
+            warnings.warn(
+                f"what stays on the device beside an offload is counted as DeepSpeed "
+                f"holds it, not {case.software.name}",
+                stacklevel=2,
+            )
         case = normalised(case)
         possible = shares_that_fit(case, policy, room)
         usual = 1.0 if policy.share is None else policy.share

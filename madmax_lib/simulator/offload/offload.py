@@ -61,7 +61,7 @@ def best_offload(
     needs to know, and the times of that share alone. Raises ValueError when no share
     fits, with what is missing.
     """
-    policy = policy_of(policy)
+    policy = policy_of(policy, case)
     shares = shares_that_fit(case, policy, room_bytes(case.cluster, case.plan))
     # a plan with offload offloads something
     if policy.share is None:
@@ -82,7 +82,7 @@ def offload_times(
 ) -> OffloadTimes:
     """Seconds that each share costs. case: as `normalised` gives it."""
     plan = case.plan
-    offloaded = _offloaded(case, shares, policy_of(policy))
+    offloaded = _offloaded(case, shares, policy_of(policy, case))
     batches = offloaded.micro_batches
     pieces = layer_costs(Steps.of(case), parameters)
     stage = _first_stage(case, pieces, offloaded)

@@ -24,7 +24,7 @@ a 16-bit copy written.
 
 import json
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 import pandas as pd
@@ -98,8 +98,8 @@ class Policy:
     """Way in which states leave the device. Raises ValueError for a share outside 0..1 or
     negative bytes.
 
-    share: 0..1 of what may leave the device, 1 for static full offload (default None:
-    the best one is searched).
+    share: 0..1 of what may leave the device, 1 for static full offload, which is how
+    training stacks do it (default None: the best one is searched).
     gradient_bytes: per parameter beside the weights (default None: the method's).
     checkpoints: of full recompute go to the host (default None: as the method does).
     delayed: the update runs beside the next step's passes, one step late (default
@@ -128,9 +128,14 @@ class Policy:
         return replace(method, checkpoints=checkpoints and plan.recompute == "full")
 
 
-def policy_of(policy: Policy | None) -> Policy:
-    """The policy, the default if None. Raises ValueError for what is none."""
-    return require_type("policy", policy, Policy, Policy)
+def policy_of(policy: Policy | None, case: Case) -> Policy:
+    """The policy; without one all that may leave the device does, as stacks do it, or
+    the best share where no software is named and for chunks. Raises ValueError for what
+    is none.
+    """
+    is_open = case.software.name == "none" or case.plan.offload == "chunks"
+    usual = partial(Policy, share=None if is_open else 1.0)
+    return require_type("policy", policy, Policy, usual)
 
 
 @dataclass(frozen=True)

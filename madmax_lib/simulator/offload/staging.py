@@ -37,7 +37,7 @@ def staged(
 
     Raises ValueError for a policy that is none, and where no share fits.
     """
-    policy = policy_of(policy)
+    policy = policy_of(policy, case)
     if case.plan.offload is None:
         return case, Sharding
     case = normalised(case)

@@ -25,7 +25,7 @@ _COLUMNS = (
 )
 # columns of an estimate that a terminal shows first, then its largest parts
 _ESTIMATED = ("plan", "step_s", "low_s", "high_s", "mfu", "tokens_per_s")
-_ESTIMATED += ("memory_bytes", "fits", "reason")
+_ESTIMATED += ("offload_s", "offload_share", "memory_bytes", "fits", "reason")
 _OF_RECIPE = (
     "saves: share of the recipe's step, saves_low and saves_high hold 90 %; "
     "probability: to be faster than the recipe; why: the part that saves most"
