@@ -34,12 +34,12 @@ from scipy.optimize import least_squares
 from madmax_lib import catalog
 from madmax_lib.calibration.published.rows import read_rows, to_steps, to_table
 from madmax_lib.calibration.scale import ConstantKey, FittingScale, covariance_of
-from madmax_lib.catalog.datasets import local_data
+from madmax_lib.catalog import local_data
 from madmax_lib.plan.legal import could_run, legal
+from madmax_lib.simulator import constant_index
 from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.rates.parameters import Parameters, bounds, shipped, start
 from madmax_lib.simulator.steady.step_time import step_s
-from madmax_lib.simulator.uncertainty import constant_index
 
 # files of a data directory, with the columns that `published.rows` reads
 _LOCAL = (

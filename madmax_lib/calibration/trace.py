@@ -26,13 +26,13 @@ from madmax_lib.calibration.fit import SCALE
 from madmax_lib.calibration.scale import FittingScale, covariance_of
 from madmax_lib.calibration.trace_checks import check_trace, fit_notes
 from madmax_lib.catalog.measured_collectives import MeasuredCollectives
-from madmax_lib.plan.case import Case
+from madmax_lib.plan import Case
 from madmax_lib.simulator import Parameters, bounds, shipped, step_time
 from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.uncertainty import log_width
+from madmax_lib.timeline import Timeline
 from madmax_lib.timeline.kinds import collective_names
-from madmax_lib.timeline.timeline import Timeline
-from madmax_lib.traces.comm.collectives import calls
+from madmax_lib.traces import calls
 from madmax_lib.traces.tables import ends_ns
 from madmax_lib.traces.waits.launch import device_work
 

@@ -37,11 +37,11 @@ from madmax_lib.calibration.job.splits import Facts, add_groups, add_splits
 from madmax_lib.calibration.machine.machine import Machine, fit_constants
 from madmax_lib.calibration.trace import fit_timeline, slowest_stage, step_seconds
 from madmax_lib.calibration.trace_checks import fit_notes
-from madmax_lib.catalog.models import Cluster, Device, Link, Transformer
+from madmax_lib.catalog import Cluster, Device, Link, Transformer
 from madmax_lib.plan import Case, Plan
 from madmax_lib.simulator import PARTS, estimate, shipped, simulate
 from madmax_lib.timeline import Timeline, breakdown
-from madmax_lib.traces.comm.collectives import calls
+from madmax_lib.traces import calls
 from madmax_lib.traces.operators.ops import operator_calls, operators
 
 # kernels that `slowest_stage` tells apart; what they leave of a step is communication

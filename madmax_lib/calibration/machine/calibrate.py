@@ -42,11 +42,11 @@ from madmax_lib.calibration.machine.machine import (
 )
 from madmax_lib.calibration.machine.machine_page import write_page
 from madmax_lib.calibration.published.run_rows import run_row
+from madmax_lib.catalog import Cluster, Device, Link
 from madmax_lib.catalog.measured_collectives import MeasuredCollectives
-from madmax_lib.catalog.models import Cluster, Device, Link
+from madmax_lib.runs import RunSpec
 from madmax_lib.runs.launch import gpu_count, launch_all, measure_links, resolve
 from madmax_lib.runs.read import read_json, read_run
-from madmax_lib.runs.spec import RunSpec
 from madmax_lib.runs.testbed import check_hosts
 from madmax_lib.simulator.costs.inputs import Steps, products_alone
 from madmax_lib.simulator.rates.parameters import shipped, start

@@ -23,8 +23,7 @@ from madmax_lib.plan import Case, Plan
 from madmax_lib.planner.money.goodput import Goodput, practice
 from madmax_lib.planner.search import check_case, price_of, search
 from madmax_lib.planner.space import Space
-from madmax_lib.simulator import estimate
-from madmax_lib.simulator.memory.memory import usable_bytes
+from madmax_lib.simulator import estimate, usable_bytes
 from madmax_lib.simulator.memory.stacks import stacks_of
 from madmax_lib.simulator.power import ERROR, device_energy_j
 from madmax_lib.simulator.rates.parameters import Parameters, constants_of, software_of

@@ -14,7 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
-from madmax_lib.catalog.hardware import Device
+from madmax_lib.catalog import Device
 from madmax_lib.catalog.kernel_rates import kernel_rates
 from madmax_lib.catalog.muon import muon_flops
 from madmax_lib.plan import Case, Plans
