@@ -167,8 +167,8 @@ def _fields(config, rows, where):
         raise ValueError(f"{where}: no model has {texts['hidden']} channels")
     if texts.get("mixer_rank") == "auto":
         texts["mixer_rank"] = str(-(-int(texts["hidden"]) // 16))  # rounded up [Mamba]
-    names = {field.name for field in fields(_Terms)} & texts.keys()
-    terms = {name: texts.pop(name) for name in names}
+    names = (field.name for field in fields(_Terms))
+    terms = {name: texts.pop(name) for name in names if name in texts}
     terms = _Terms(**parse_fields(_Terms, terms, where))
     parts = [f"{name}={texts.pop(name)}" for name in [*texts] if "." in name]
     shape = parse_fields(Transformer, texts, where)

@@ -73,13 +73,11 @@ def write(
     )
     # raises for a batch that the plan does not divide
     run.passes(plan)
-    text = WRITERS[name](plan, run)
-    _check(plan, run, name, text)
-    return text
+    return _checked(WRITERS[name](plan, run), plan, run, name)
 
 
-def _check(plan, run, name, text):
-    """Raises ValueError for the first field that the text does not state as it is."""
+def _checked(text, plan, run, name):
+    """The text. Raises ValueError for the first field that it does not state as it is."""
     usual = catalog.software(_SOFTWARE_OF[name])
     try:
         # the reader knows the rules, so a writer needs none
@@ -105,3 +103,4 @@ def _check(plan, run, name, text):
         value = getattr(run, field)
         if value not in (None, getattr(stated, field)):
             raise ValueError(f"{name} cannot state {field}={value}")
+    return text
