@@ -6,7 +6,6 @@ A kind takes the rows of the kind that it is `like`, and puts its own in their p
 refused with the reason.
 """
 
-import json
 import warnings
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from madmax_lib.base.atomic import read_object
 from madmax_lib.base.fields import parse_fields, require_int, short_repr
 from madmax_lib.catalog.hugging_face_stacks import (
     WORDS,
@@ -65,12 +65,7 @@ def read_config(path: Path, rows: pd.DataFrame) -> Transformer:
             f"{path}: no such file; give a Hugging Face config.json, or a name of "
             "mm.models()"
         )
-    try:
-        config = json.loads(path.read_text())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: not JSON ({error})") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"{path}: not a model configuration (a JSON object)")
+    config = read_object(path)
     folder = path.parent.name if path.stem == "config" else ""
     name = config.get("_name_or_path") or folder or path.stem
     if "peft_type" in config:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from madmax_lib.base.atomic import write_text
+from madmax_lib.base.atomic import read_object, write_text
 from madmax_lib.runs.spec import RunSpec
 
 # of a step, also the labels in its traces
@@ -262,13 +262,7 @@ def read_json(path: Path) -> dict:
     """The object in a JSON file, empty where there is no file. Raises ValueError naming
     the file for other content.
     """
-    try:
-        content = json.loads(path.read_text()) if path.exists() else {}
-    except ValueError as error:  # also of what is not UTF-8
-        raise ValueError(f"{path}: not JSON ({error})") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: not a JSON object")
-    return content
+    return read_object(path) if path.exists() else {}
 
 
 def write_json(path: Path, content: dict) -> None:
