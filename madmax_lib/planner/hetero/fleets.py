@@ -28,7 +28,7 @@ from madmax_lib.planner.hetero.model import nodes_of, simulated_prices
 from madmax_lib.planner.hetero.nodes import Node, load_cluster
 from madmax_lib.planner.hetero.prices import PriceList, prices_of
 from madmax_lib.planner.hetero.profiles import Profiles, load_profiles
-from madmax_lib.simulator import width_of
+from madmax_lib.simulator.memory.states import width_of
 
 _EVERY_ORDER = 24  # orders of nodes up to which all are tried: those of four types
 # fields of a Node that are equal in a type

@@ -34,8 +34,9 @@ from madmax_lib.planner.hetero.model import gradients_of, nodes_of, passes_s, pe
 from madmax_lib.planner.hetero.prices import Price, PriceList, prices_of
 from madmax_lib.planner.hetero.profiles import Profiles, load_profiles
 from madmax_lib.planner.hetero.stage_plan import HeteroPlan
-from madmax_lib.simulator import shipped, width_of
+from madmax_lib.simulator import shipped
 from madmax_lib.simulator.costs.inputs import Steps
+from madmax_lib.simulator.memory.states import width_of
 from madmax_lib.simulator.steady.layer_costs import layer_costs
 
 # Seconds of a stage and micro-batch for which DeepSpeed's pipeline stops the hosts of a
