@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from io import StringIO
 from math import isfinite, nan
 from pathlib import Path
 
@@ -239,23 +240,15 @@ def read_steps(directory: str | Path) -> pd.DataFrame:
     text = ",".join(COLUMNS) + "\n"
     if path.exists():
         text = path.read_text(errors="replace")
-    complete = text[: text.rfind("\n") + 1].splitlines()
-    names, *rows = [line.split(",") for line in complete] or [[]]
-    if not set(COLUMNS) - _NEW_COLUMNS <= set(names) <= set(COLUMNS):
-        wanted = f"its columns must be {','.join(COLUMNS)}"
-        raise ValueError(f"{path}: not a table of steps, {wanted}")
-    for number, row in enumerate(rows, 2):  # lines from 1, the first has the names
-        if len(row) != len(names):
-            raise ValueError(f"{path}: line {number} does not have {len(names)} values")
     try:
-        table = pd.DataFrame(rows, columns=names).reindex(columns=list(COLUMNS))
-        return (
-            table.replace("", "nan")
-            .astype(float)
-            .astype({"step": int, "samples": int, "tokens": int, "overflow": bool})
+        table = pd.read_csv(StringIO(text[: text.rfind("\n") + 1]), dtype=float)
+        if not set(COLUMNS) - _NEW_COLUMNS <= {*table} <= {*COLUMNS}:
+            raise ValueError(f"its columns must be {','.join(COLUMNS)}")
+        return table.reindex(columns=list(COLUMNS)).astype(
+            {"step": int, "samples": int, "tokens": int, "overflow": bool}
         )
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+        raise ValueError(f"{path}: not a table of steps, {error}") from None
 
 
 def read_json(path: Path) -> dict:
