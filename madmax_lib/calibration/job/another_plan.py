@@ -106,18 +106,7 @@ def another_plan(
         raise ValueError("timeline: not a step of a transformer; pass its case")
     if case.cluster is None:
         case = replace(case, cluster=_traced_machine(timeline, case))
-    global_batch = global_batch or case.global_batch
-    plan = _with_micro_batch(plan, case, global_batch)
-    if cluster is None and case.cluster.name in catalog.names("clusters"):
-        cluster = catalog.cluster(case.cluster.name, devices=plan.world_size)
-    # as many of the same machines as the plan needs
-    nodes = -(-plan.world_size // case.cluster.devices_per_node)
-    new = replace(
-        case,
-        plan=plan,
-        cluster=cluster or replace(case.cluster, nodes=nodes),
-        global_batch=global_batch,
-    )
+    new = _changed(case, plan, cluster, global_batch or case.global_batch)
     parameters = _constants(timeline, case)
     old_row = case.answer(estimate, parameters=parameters).iloc[0]
     new_row = new.answer(estimate, parameters=parameters).iloc[0]
@@ -135,9 +124,17 @@ def another_plan(
     spread = max(_HALF_90 * np.log(step_seconds(timeline)).std(ddof=0), _SPREAD)
     width = float(np.hypot(spread, share * prior))
     crowded = ["more ranks than traced: assuming that each has its own cores"]
-    if case.cluster.device.family != "cpu" or plan.world_size <= case.plan.world_size:
+    if (
+        case.cluster.device.family != "cpu"
+        or new.plan.world_size <= case.plan.world_size
+    ):
         crowded = []
-    simulated = _stretched(new.answer(simulate, parameters=parameters), step_s)
+    simulated = new.answer(simulate, parameters=parameters)
+    # all spans take longer by one factor, so that the step lasts step_s
+    times_ns = simulated.spans[["start_ns", "dur_ns"]]
+    length_ns = times_ns.sum(axis=1).max() - times_ns["start_ns"].min()
+    longer_ns = (times_ns * (step_s * NS_PER_S / length_ns)).round()
+    simulated = replace(simulated, spans=simulated.spans.assign(**longer_ns))
     return AnotherPlan(
         case=new,
         step_s=step_s,
@@ -152,12 +149,21 @@ def another_plan(
     )
 
 
-def _stretched(simulated, step_s):
-    """The simulated step with all spans longer by one factor, so that it lasts step_s."""
-    times_ns = simulated.spans[["start_ns", "dur_ns"]]
-    length_ns = times_ns.sum(axis=1).max() - times_ns["start_ns"].min()
-    longer_ns = (times_ns * (step_s * NS_PER_S / length_ns)).round()
-    return replace(simulated, spans=simulated.spans.assign(**longer_ns))
+def _changed(case, plan, cluster, global_batch):
+    """The traced step under another plan, on a cluster or else on more or fewer of the
+    traced devices.
+    """
+    plan = _with_micro_batch(plan, case, global_batch)
+    if cluster is None and case.cluster.name in catalog.names("clusters"):
+        cluster = catalog.cluster(case.cluster.name, devices=plan.world_size)
+    # as many of the same machines as the plan needs
+    nodes = -(-plan.world_size // case.cluster.devices_per_node)
+    return replace(
+        case,
+        plan=plan,
+        cluster=cluster or replace(case.cluster, nodes=nodes),
+        global_batch=global_batch,
+    )
 
 
 def _with_micro_batch(text, case, global_batch):
