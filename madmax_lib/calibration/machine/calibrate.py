@@ -294,8 +294,13 @@ class _Calibration:
             with self.stage("links"):
                 # complete or not at all
                 part = path.with_suffix(".part")
-                where = {"ranks": self.ranks, "hosts": self.hosts}
-                measure_links(part, "quick", **where, network=self.network)
+                measure_links(
+                    part,
+                    "quick",
+                    ranks=self.ranks,
+                    hosts=self.hosts,
+                    network=self.network,
+                )
                 part.rename(path)
         return pd.read_csv(path) if path.exists() else None
 

@@ -133,11 +133,6 @@ def machine(directory: str | Path) -> Machine:
     """
     path = Path(directory)
     path = path / "machine.json" if path.suffix != ".json" else path
-    if not path.exists():
-        raise FileNotFoundError(
-            f"{path}: no calibration here; `python -m madmax_lib calibrate -o DIR` "
-            "makes one"
-        )
     cluster = catalog.cluster(path)
     parameters = constants_of(path)
     content = json.loads(path.read_text())

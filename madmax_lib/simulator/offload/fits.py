@@ -284,8 +284,10 @@ def largest_model(cluster: Cluster | str, method: str) -> LargestModel:
             f"{_FLATTEST} layers fit"
         )
     model = gpt_shape(*best)
-    options = {"global_batch": plan.dp, "dtype": "fp16", "policy": policy}
-    return LargestModel(model, plan, fits(model, cluster, plan, **options))
+    result = fits(
+        model, cluster, plan, global_batch=plan.dp, dtype="fp16", policy=policy
+    )
+    return LargestModel(model, plan, result)
 
 
 def gpt_shape(
