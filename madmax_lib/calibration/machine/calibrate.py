@@ -204,10 +204,8 @@ class _Calibration:
         return self.directory / "runs" / name.replace(" ", "_")
 
     def is_done(self, name):
-        folder = self.folder(name)
-        if not (folder / "summary.json").exists():
-            return False
-        return read_run(folder).summary.get("status") == "completed"
+        summary = read_json(self.folder(name) / "summary.json")
+        return summary.get("status") == "completed"
 
     def specs(self, runs):
         """Runs by name that can be made here; the others get a line."""
@@ -254,14 +252,10 @@ class _Calibration:
                     self.tell(f"{name}: a step takes {format_s(step_s)}")
         completed = {}
         for name in (run.name for run in runs):
-            if not (self.folder(name) / "summary.json").exists():
-                continue
-            run = read_run(self.folder(name))
-            if run.summary["status"] == "completed":
-                completed[name] = run
-            else:
-                status, error = (run.summary[key] for key in ("status", "error"))
-                self.note(f"{name}: {status}, {error}")
+            if self.is_done(name):
+                completed[name] = read_run(self.folder(name))
+            elif summary := read_json(self.folder(name) / "summary.json"):
+                self.note(f"{name}: {summary['status']}, {summary['error']}")
         return completed
 
     def kernels(self):
