@@ -167,30 +167,32 @@ def fit_timeline(
     )
     begin = replace(begin, constants=constants, collectives=collectives, links=links)
     fitted = scale.solved(begin, solution.x, covariance_of(solution))
+    origin = _origin(traces, runs, fitted)
+    residuals = _wide_enough(fitted, runs)
+    return replace(fitted, residuals=residuals, provenance=origin)
+
+
+def _origin(traces, runs, fitted):
+    """Provenance of a fit: what was measured, and what it leaves of it."""
     errors = []
-    for run in runs:
+    notes = []
+    for trace, run in zip(traces, runs, strict=True):
         seconds = _seconds(run.steps, fitted)
-        errors.append(
-            {
-                part: seconds[part] / measured - 1
-                for part, measured in run.measured.items()
-                if measured > 0
-            }
-        )
-    origin = {
+        missed = {
+            part: seconds[part] / measured - 1
+            for part, measured in run.measured.items()
+            if measured > 0
+        }
+        errors.append(missed)
+        notes += fit_notes(trace, run.case, missed, fitted)
+    return {
         "source": "timeline",
         "device": traces[0].meta.device,
         **runs[0].measured,
         "errors": errors,
-        "scale": begin.provenance.get("scale", {}),
+        "scale": fitted.provenance.get("scale", {}),
+        "notes": notes,
     }
-    origin["notes"] = [
-        note
-        for trace, run, missed in zip(traces, runs, errors, strict=True)
-        for note in fit_notes(trace, run.case, missed, fitted)
-    ]
-    residuals = _wide_enough(fitted, runs)
-    return replace(fitted, residuals=residuals, provenance=origin)
 
 
 def _constants_of(run):
