@@ -5,13 +5,9 @@ from madmax_lib.base.fields import require_int
 from madmax_lib.catalog import Model, Transformer
 from madmax_lib.catalog.software import OVERLAPS
 from madmax_lib.plan.plan import DEFAULTS, Plan
-from madmax_lib.plan_flags.keys import FRAMEWORKS, framework_named
+from madmax_lib.plan_flags.keys import framework_named
 from madmax_lib.plan_flags.read import read
 from madmax_lib.plan_flags.writers import WRITERS, StatedRun, is_moot
-
-_SOFTWARE_OF = {"megatron-lm": "megatron-core"} | {
-    name: name for name in FRAMEWORKS if name != "megatron-lm"
-}
 
 
 def write(
@@ -78,7 +74,7 @@ def write(
 
 def _checked(text, plan, run, name):
     """The text. Raises ValueError for the first field that it does not state as it is."""
-    usual = catalog.software(_SOFTWARE_OF[name])
+    usual = catalog.software(name)
     try:
         # the reader knows the rules, so a writer needs none
         stated = read(text, name, world_size=plan.world_size, layers=run.layers)
