@@ -116,13 +116,13 @@ def shapes_of(seen: Observed) -> Shapes | None:
     )
 
 
-def _key_channels(shown, queries, width, sizes):
+def _key_channels(channels, queries, width, sizes):
     """Channels of keys: attention shows all heads where keys and values were repeated,
     but these two have the width that is used as often as the two of queries and output.
     """
     used = sizes[queries]
-    if shown != queries or sizes[3 * queries] == used:
-        return shown
+    if channels != queries or sizes[3 * queries] == used:
+        return channels
     often = [size for size in sizes if 0.8 * used < sizes[size] < 1.2 * used]
     divisors = [size for size in often if size % width == 0 == queries % size]
     return int(min(divisors, default=queries))
