@@ -93,7 +93,7 @@ def check_fields(item, *positive: str) -> None:
     Numbers are finite and not negative, those of `positive` above 0, and NaN only where
     that is the default.
     """
-    noun = getattr(item, "name", None)
+    noun = vars(item).get("name")
     owner = f"{noun}: " if isinstance(noun, str) else ""
     for name, (hint, default) in _hints(type(item)).items():
         value = getattr(item, name)

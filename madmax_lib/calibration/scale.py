@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 from scipy.optimize import OptimizeResult
 
-from madmax_lib.simulator.rates.parameters import Parameters, bounds
+from madmax_lib.simulator import Parameters, bounds
 
 _HALF_90 = (
     1.645  # standard deviations from the mean of a normal to the ends of its 90 %

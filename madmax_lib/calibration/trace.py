@@ -26,13 +26,13 @@ from madmax_lib.calibration.fit import SCALE
 from madmax_lib.calibration.scale import FittingScale, covariance_of
 from madmax_lib.calibration.trace_checks import check_trace, fit_notes
 from madmax_lib.catalog.measured_collectives import MeasuredCollectives
-from madmax_lib.plan.case import Case
+from madmax_lib.plan import Case
 from madmax_lib.simulator import Parameters, bounds, shipped, step_time
 from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.uncertainty import log_width
+from madmax_lib.timeline import Timeline
 from madmax_lib.timeline.kinds import collective_names
-from madmax_lib.timeline.timeline import Timeline
-from madmax_lib.traces.comm.collectives import calls
+from madmax_lib.traces import calls
 from madmax_lib.traces.tables import ends_ns
 from madmax_lib.traces.waits.launch import device_work
 
@@ -167,30 +167,32 @@ def fit_timeline(
     )
     begin = replace(begin, constants=constants, collectives=collectives, links=links)
     fitted = scale.solved(begin, solution.x, covariance_of(solution))
+    origin = _origin(traces, runs, fitted)
+    residuals = _wide_enough(fitted, runs)
+    return replace(fitted, residuals=residuals, provenance=origin)
+
+
+def _origin(traces, runs, fitted):
+    """Provenance of a fit: what was measured, and what it leaves of it."""
     errors = []
-    for run in runs:
+    notes = []
+    for trace, run in zip(traces, runs, strict=True):
         seconds = _seconds(run.steps, fitted)
-        errors.append(
-            {
-                part: seconds[part] / measured - 1
-                for part, measured in run.measured.items()
-                if measured > 0
-            }
-        )
-    origin = {
+        missed = {
+            part: seconds[part] / measured - 1
+            for part, measured in run.measured.items()
+            if measured > 0
+        }
+        errors.append(missed)
+        notes += fit_notes(trace, run.case, missed, fitted)
+    return {
         "source": "timeline",
         "device": traces[0].meta.device,
         **runs[0].measured,
         "errors": errors,
-        "scale": begin.provenance.get("scale", {}),
+        "scale": fitted.provenance.get("scale", {}),
+        "notes": notes,
     }
-    origin["notes"] = [
-        note
-        for trace, run, missed in zip(traces, runs, errors, strict=True)
-        for note in fit_notes(trace, run.case, missed, fitted)
-    ]
-    residuals = _wide_enough(fitted, runs)
-    return replace(fitted, residuals=residuals, provenance=origin)
 
 
 def _constants_of(run):

@@ -14,11 +14,11 @@ import numpy as np
 from madmax_lib import catalog
 from madmax_lib.base.units import NS_PER_S
 from madmax_lib.calibration.judge.intervals import constants_of
-from madmax_lib.plan.case import Case
-from madmax_lib.simulator.rates.parameters import Parameters
+from madmax_lib.plan import Case
+from madmax_lib.simulator import Parameters
+from madmax_lib.timeline import Timeline
 from madmax_lib.timeline.kinds import POINT_TO_POINT
-from madmax_lib.timeline.timeline import Timeline
-from madmax_lib.traces.comm.collectives import calls
+from madmax_lib.traces import calls
 from madmax_lib.traces.operators.ops import operator_calls
 
 # traced FLOPs over those of the model: what is counted differs by norms, heads and

@@ -6,7 +6,6 @@ A kind takes the rows of the kind that it is `like`, and puts its own in their p
 refused with the reason.
 """
 
-import json
 import warnings
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from madmax_lib.base.atomic import read_object
 from madmax_lib.base.fields import parse_fields, require_int, short_repr
 from madmax_lib.catalog.hugging_face_stacks import (
     WORDS,
@@ -65,12 +65,7 @@ def read_config(path: Path, rows: pd.DataFrame) -> Transformer:
             f"{path}: no such file; give a Hugging Face config.json, or a name of "
             "mm.models()"
         )
-    try:
-        config = json.loads(path.read_text())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: not JSON ({error})") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"{path}: not a model configuration (a JSON object)")
+    config = read_object(path)
     folder = path.parent.name if path.stem == "config" else ""
     name = config.get("_name_or_path") or folder or path.stem
     if "peft_type" in config:
@@ -167,8 +162,8 @@ def _fields(config, rows, where):
         raise ValueError(f"{where}: no model has {texts['hidden']} channels")
     if texts.get("mixer_rank") == "auto":
         texts["mixer_rank"] = str(-(-int(texts["hidden"]) // 16))  # rounded up [Mamba]
-    names = {field.name for field in fields(_Terms)} & texts.keys()
-    terms = {name: texts.pop(name) for name in names}
+    names = (field.name for field in fields(_Terms))
+    terms = {name: texts.pop(name) for name in names if name in texts}
     terms = _Terms(**parse_fields(_Terms, terms, where))
     parts = [f"{name}={texts.pop(name)}" for name in [*texts] if "." in name]
     shape = parse_fields(Transformer, texts, where)

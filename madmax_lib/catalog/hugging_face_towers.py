@@ -7,11 +7,10 @@ the tower, beside its layers: norms at the ends, a class token. widths: of the p
 between tower and decoder, where `merged` patches make one token.
 """
 
-import csv
-from importlib.resources import files
 from itertools import pairwise
 
 from madmax_lib.base.fields import require_int
+from madmax_lib.catalog.data_files import table
 from madmax_lib.catalog.models import Transformer
 
 # norms of as many channels as a merged token has, of LayerNorm: two of four widths
@@ -24,8 +23,8 @@ def tower_fields(kind: str, config: dict, hidden: int) -> dict:
 
     hidden: channels of the decoder. Raises ValueError for what is no size.
     """
-    with (files("madmax_lib") / "data" / "towers.csv").open() as file:
-        rows = [row for row in csv.DictReader(file) if kind in row["kind"].split()]
+    rows = table("towers").to_dict("records")
+    rows = [row for row in rows if kind in row["kind"].split()]
     if not rows:
         return {}
     row = rows[0]

@@ -7,12 +7,12 @@ N = mixer_state, G = mixer_groups, D = mixer_channels, H = mixer_heads.
 """
 
 from functools import cache
-from importlib.resources import files
 from typing import NamedTuple
 
 import pandas as pd
 
 from madmax_lib.catalog.blocks import BlockKind, Blocks
+from madmax_lib.catalog.data_files import data_file
 
 
 class Matrix(NamedTuple):
@@ -31,8 +31,7 @@ class Matrix(NamedTuple):
 @cache
 def _rows(block):
     """Rows of a mixer by part."""
-    with (files("madmax_lib") / "data" / "mixers.csv").open() as file:
-        rows = pd.read_csv(file).fillna(0).query("block == @block")
+    rows = pd.read_csv(data_file("mixers.csv")).fillna(0).query("block == @block")
     return {
         part: part_rows.to_dict("records") for part, part_rows in rows.groupby("part")
     }

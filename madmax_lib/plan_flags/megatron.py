@@ -6,24 +6,20 @@ from itertools import groupby, product
 
 from madmax_lib.plan.columns import MODULES
 from madmax_lib.plan.layout import Chunk, layout_chunks, layout_text
-from madmax_lib.plan_flags.keys import Keys, is_known, rows_of
+from madmax_lib.plan_flags.keys import WORDS, Keys, is_known, rows_of
 from madmax_lib.plan_flags.text import Source
 
 _NARROW = ("bf16", "fp16", "torch.bfloat16", "torch.float16")
-_STRATEGIES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
-_LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
+_STRATEGIES = WORDS["megatron_fsdp"]
+_LETTERS = WORDS["megatron_layout"]
 _ENDS = {  # flags of ends that count as layers
     "account-for-embedding-in-pipeline-split": "embedding_as_layer",
     "account-for-loss-in-pipeline-split": "head_as_layer",
 }
 # sections of Megatron-Bridge whose keys are Megatron-LM's arguments
-_SECTIONS = ("model", "ddp", "dist", "train", "optimizer", "comm_overlap")
+_SECTIONS = WORDS["bridge_sections"]
 # keys of comm_overlap that Bridge turns on where they are null
-_AUTOMATIC = {
-    "overlap_grad_reduce": ("overlap-grad-reduce", True),
-    "overlap_param_gather": ("overlap-param-gather", True),
-    "bucket_size": ("ddp-bucket-size", 128 * 2**20),
-}
+_AUTOMATIC = WORDS["bridge_automatic"]
 # of DistributedDataParallel in megatron/core/distributed
 _LEAST_BUCKET = 40_000_000  # parameters
 _BUCKET_PER_RANK = 1_000_000

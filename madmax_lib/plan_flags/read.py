@@ -6,8 +6,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from madmax_lib import catalog
+from madmax_lib.base.fields import require_int
 from madmax_lib.plan import Plan
-from madmax_lib.plan_flags.fields import fields_of
+from madmax_lib.plan_flags.deepspeed import accelerate, deepspeed
+from madmax_lib.plan_flags.keys import FRAMEWORKS, framework_named
+from madmax_lib.plan_flags.megatron import bridge, megatron
+from madmax_lib.plan_flags.text import source_of
+from madmax_lib.plan_flags.torchtitan import torchtitan
+
+_READERS = dict(
+    zip(FRAMEWORKS, (torchtitan, megatron, bridge, deepspeed, accelerate), strict=True)
+)
+# first keys, or their first parts, that tell a framework
+_SIGNS = catalog.table("framework_signs").groupby("framework", sort=False)["key"]
 
 
 @dataclass(frozen=True)
@@ -47,11 +59,33 @@ def read(
     >>> read("--tensor-model-parallel-size 2 --bf16 --lr 1e-4", world_size=8).plan.tp
     2
     """
-    stated = fields_of(source, framework, world_size, layers)
-    return Configuration(
-        stated.framework,
-        Plan(**stated.plan),
-        **stated.run,
-        harmless=tuple(stated.keys.harmless),
-        notes=tuple(stated.keys.notes),
+    if world_size is not None:
+        world_size = require_int("world_size", world_size, 1)
+    if layers is not None:
+        layers = require_int("layers", layers, 1)
+    values = source_of(source)
+    name = framework_named(framework) if framework else _framework_of(values)
+    fields, keys = _READERS[name](values, world_size, layers)
+    keys.check_unused()
+    # fields that are not the plan's
+    run = [fields.pop(field, None) for field in ("global_batch", "sequence", "dtype")]
+    plan = Plan(**fields)
+    return Configuration(name, plan, *run, tuple(keys.harmless), tuple(keys.notes))
+
+
+def _framework_of(source):
+    first = {key.split(".")[0] for key in source.values}
+    # a dictionary of arguments may have underscores, or the dashes of a command line
+    first |= {key.lstrip("-").replace("_", "-") for key in first}
+    # the first framework of which a key is there
+    for name, signs in _SIGNS:
+        if signs.isin(first).any():
+            return name
+    # torchtitan has dots in its flags, which _SIGNS knows
+    if source.form == "flags" and first:
+        return "megatron-lm"
+    keys = ", ".join(sorted(source.values)[:5]) or "no keys"
+    raise ValueError(
+        f"the configuration is of no known framework ({', '.join(FRAMEWORKS)}): it "
+        f"has {keys}"
     )

@@ -9,22 +9,14 @@ from madmax_lib import catalog
 from madmax_lib.catalog import Transformer
 from madmax_lib.plan_flags.keys import WORDS
 
-MADE_UP = {  # until data is given
-    "mock-data": True,
-    "tokenizer-type": "NullTokenizer",
-    "train-iters": 20,
-    "lr": 1e-4,
-}
+MADE_UP = WORDS["megatron_made_up"]  # until data is given
 _TITAN = WORDS["torchtitan_configs"]  # module, config function
 # keys of Bridge that are not the flag with underscores
-_BRIDGE = {"swiglu": "gated_linear_unit", "num-experts": "num_moe_experts"}
+_BRIDGE = WORDS["bridge_renamed"]
 # Bridge works them out from others
 _NOT_OF_BRIDGE = ("group-query-attention", "max-position-embeddings")
 # flags that turn off what the key of Bridge turns on
-_NEGATED = {
-    "disable-bias-linear": "add_bias_linear",
-    "untie-embeddings-and-output-weights": "share_embeddings_and_output_weights",
-}
+_NEGATED = WORDS["bridge_negated"]
 
 
 def without_off(flags: dict) -> dict:

@@ -4,20 +4,13 @@ command lines.
 
 import re
 
-from madmax_lib.plan_flags.keys import Keys
+from madmax_lib.plan_flags.keys import WORDS, Keys
 from madmax_lib.plan_flags.text import Source
 
 # schedule and chunks per stage
-SCHEDULES = {
-    "1F1B": ("1f1b", 1),
-    "GPipe": ("gpipe", 1),
-    "Interleaved1F1B": ("1f1b", 2),
-    "InterleavedZeroBubble": ("zero-bubble", 2),
-    "ZBVZeroBubble": ("zbv", 2),
-    "DualPipeV": ("dualpipev", 2),
-}
-_DEGREES = {"tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert"}
-_RESHARD = {"always": True, "never": False, "default": None}
+SCHEDULES = WORDS["torchtitan_schedules"]
+_DEGREES = WORDS["torchtitan_degrees"]
+_RESHARD = WORDS["torchtitan_reshard"]
 # stages and schedules of one's own, which a plan does not have
 _CUSTOM = (
     "module_fqns_per_model_part",

@@ -7,13 +7,9 @@ from madmax_lib.catalog.software import OVERLAPS
 from madmax_lib.plan import Case
 from madmax_lib.plan.plan import DEFAULTS, Plan
 from madmax_lib.plan.rules import STATED, enforce
-from madmax_lib.plan_flags.keys import FRAMEWORKS, framework_named
+from madmax_lib.plan_flags.keys import framework_named
 from madmax_lib.plan_flags.read import read
 from madmax_lib.plan_flags.writers import WRITERS, StatedRun, is_moot
-
-_SOFTWARE_OF = {"megatron-lm": "megatron-core"} | {
-    name: name for name in FRAMEWORKS if name != "megatron-lm"
-}
 
 
 def write(
@@ -65,7 +61,7 @@ def write(
         layers = model.layers if layers is None else layers
         # before any text: errors in the words of the plan
         plan.check(model, None, sequence=sequence)
-        case = Case(model, None, plan, sequence=sequence, software=_SOFTWARE_OF[name])
+        case = Case(model, None, plan, sequence=sequence, software=name)
         enforce(STATED, plan, case)
     run = StatedRun(
         global_batch,
@@ -77,14 +73,12 @@ def write(
     )
     # raises for a batch that the plan does not divide
     run.passes(plan)
-    text = WRITERS[name](plan, run)
-    _check(plan, run, name, text)
-    return text
+    return _checked(WRITERS[name](plan, run), plan, run, name)
 
 
-def _check(plan, run, name, text):
-    """Raises ValueError for the first field that the text does not state as it is."""
-    usual = catalog.software(_SOFTWARE_OF[name])
+def _checked(text, plan, run, name):
+    """The text. Raises ValueError for the first field that it does not state as it is."""
+    usual = catalog.software(name)
     try:
         # the reader knows the rules, so a writer needs none
         stated = read(text, name, world_size=plan.world_size, layers=run.layers)
@@ -109,3 +103,4 @@ def _check(plan, run, name, text):
         value = getattr(run, field)
         if value not in (None, getattr(stated, field)):
             raise ValueError(f"{name} cannot state {field}={value}")
+    return text

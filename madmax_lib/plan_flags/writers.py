@@ -288,7 +288,7 @@ def _torchtitan(plan, run):
 
 
 def _titan_stages(plan, layers):
-    names = {means: name for name, means in SCHEDULES.items()}
+    names = {tuple(means): name for name, means in SCHEDULES.items()}
     name = names.get((plan.schedule, min(plan.interleave, 2)))
     if name is None:
         raise ValueError(

@@ -4,9 +4,9 @@ from madmax_lib.planner.changes import changes as changes
 from madmax_lib.planner.layouts import layouts as layouts
 from madmax_lib.planner.money.campaign import (
     campaign as campaign,
-    codesign as codesign,
     training as training,
 )
+from madmax_lib.planner.money.codesign import codesign as codesign
 from madmax_lib.planner.money.compare import *
 from madmax_lib.planner.money.goodput import *
 from madmax_lib.planner.search import search as search

@@ -278,9 +278,14 @@ def _environment(device, scratch):
 
 def train_command(spec: RunSpec, *directories: str | Path) -> list[str]:
     """Command that starts the ranks of the runs prepared in directories."""
-    spread = {"hosts": spec.hosts, "network": spec.network, "speed": spec.speed}
-    ranks = spec.plan.world_size
-    return testbed.command(ranks, "madmax_lib.runs.train", *directories, **spread)
+    return testbed.command(
+        spec.plan.world_size,
+        "madmax_lib.runs.train",
+        *directories,
+        hosts=spec.hosts,
+        network=spec.network,
+        speed=spec.speed,
+    )
 
 
 def measure_links(
@@ -302,9 +307,13 @@ def measure_links(
     ranks = ranks or gpu_count() or 2
     if path:
         Path(path).unlink(missing_ok=True)
-    module = "madmax_lib.runs.measure.links"
-    arguments = [path, size] if path else []
-    command = testbed.command(ranks, module, *arguments, hosts=hosts, network=network)
+    command = testbed.command(
+        ranks,
+        "madmax_lib.runs.measure.links",
+        *([path, size] if path else []),
+        hosts=hosts,
+        network=network,
+    )
     with tempfile.TemporaryDirectory() as scratch:
         done = subprocess.run(
             command,

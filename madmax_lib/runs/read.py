@@ -15,12 +15,13 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from io import StringIO
 from math import isfinite, nan
 from pathlib import Path
 
 import pandas as pd
 
-from madmax_lib.base.atomic import write_text
+from madmax_lib.base.atomic import read_object, write_text
 from madmax_lib.runs.spec import RunSpec
 
 # of a step, also the labels in its traces
@@ -239,36 +240,22 @@ def read_steps(directory: str | Path) -> pd.DataFrame:
     text = ",".join(COLUMNS) + "\n"
     if path.exists():
         text = path.read_text(errors="replace")
-    complete = text[: text.rfind("\n") + 1].splitlines()
-    names, *rows = [line.split(",") for line in complete] or [[]]
-    if not set(COLUMNS) - _NEW_COLUMNS <= set(names) <= set(COLUMNS):
-        wanted = f"its columns must be {','.join(COLUMNS)}"
-        raise ValueError(f"{path}: not a table of steps, {wanted}")
-    for number, row in enumerate(rows, 2):  # lines from 1, the first has the names
-        if len(row) != len(names):
-            raise ValueError(f"{path}: line {number} does not have {len(names)} values")
     try:
-        table = pd.DataFrame(rows, columns=names).reindex(columns=list(COLUMNS))
-        return (
-            table.replace("", "nan")
-            .astype(float)
-            .astype({"step": int, "samples": int, "tokens": int, "overflow": bool})
+        table = pd.read_csv(StringIO(text[: text.rfind("\n") + 1]), dtype=float)
+        if not set(COLUMNS) - _NEW_COLUMNS <= {*table} <= {*COLUMNS}:
+            raise ValueError(f"its columns must be {','.join(COLUMNS)}")
+        return table.reindex(columns=list(COLUMNS)).astype(
+            {"step": int, "samples": int, "tokens": int, "overflow": bool}
         )
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+        raise ValueError(f"{path}: not a table of steps, {error}") from None
 
 
 def read_json(path: Path) -> dict:
     """The object in a JSON file, empty where there is no file. Raises ValueError naming
     the file for other content.
     """
-    try:
-        content = json.loads(path.read_text()) if path.exists() else {}
-    except ValueError as error:  # also of what is not UTF-8
-        raise ValueError(f"{path}: not JSON ({error})") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: not a JSON object")
-    return content
+    return read_object(path) if path.exists() else {}
 
 
 def write_json(path: Path, content: dict) -> None:

@@ -57,9 +57,14 @@ def selftest() -> Iterator[tuple[str, str, str]]:
 def _smi(*arguments):
     if not shutil.which("nvidia-smi"):
         raise Missing("no NVIDIA GPU here: runs use the CPU")
-    command = ["nvidia-smi", *arguments]
-    options = {"capture_output": True, "text": True, "timeout": 20, "check": True}
-    return subprocess.run(command, **options).stdout.splitlines()
+    done = subprocess.run(
+        ["nvidia-smi", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=True,
+    )
+    return done.stdout.splitlines()
 
 
 def _driver():

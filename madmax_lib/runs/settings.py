@@ -5,20 +5,13 @@ without torch.
 # types of fields are read as text
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
-from madmax_lib.base.fields import short_repr
+from madmax_lib.base.fields import check_fields
 
-_TYPES = {
-    "str": str,
-    "bool": bool,
-    "dict": dict,
-    "tuple": tuple,
-    "int": int,
-    "float": (int, float),
-}
 # other numbers may be zero
-_POSITIVE = ("steps", "global_batch", "learning_rate", "timeout_s", "ranks", "speed")
+_POSITIVE = ("steps", "global_batch", "learning_rate", "timeout_s", "ranks")
+_MOST = 2.0**40  # of a number: beyond it a slip of the pen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,32 +55,10 @@ class Settings:
     weights: str = ""
 
     def __post_init__(self):
-        for item in fields(self):
-            _check_value(item.name, item.type, getattr(self, item.name))
+        check_fields(self, *_POSITIVE)
+        for name, value in vars(self).items():
+            if isinstance(value, float) and value >= _MOST:
+                raise ValueError(f"{name}={value} must be below 2^40")
         if self.dtype not in self._dtypes:
             names = ", ".join(self._dtypes)
             raise ValueError(f"dtype={self.dtype!r} is not one of {names}")
-
-
-def _check_value(name, kind, value):
-    """Raises ValueError for a value that is not of the type its field is annotated
-    with, or out of range.
-    """
-    kind, _, optional = kind.partition(" | ")
-    if value is None and optional:
-        return
-    # True is an int to Python, and no number to a user
-    is_bool = isinstance(value, bool)
-    fits = isinstance(value, _TYPES[kind]) and is_bool == (kind == "bool")
-    rule = f"of type {kind}"
-    if kind in ("int", "float"):
-        positive = name in _POSITIVE
-        sign = "positive" if positive else "non-negative"
-        rule = f"a {sign} number below 2^40"
-        if kind == "int":
-            rule = f"a whole number of at least {int(positive)} and below 2^40"
-        fits = fits and 0 <= value < 2**40 and (value > 0 or not positive)
-    if not fits or (kind == "dict" and any(not isinstance(key, str) for key in value)):
-        raise ValueError(f"{name}={short_repr(value)} must be {rule}")
-    for item in value if kind == "tuple" else ():
-        _check_value(name, "float", item)

@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from madmax_lib.base.extras import with_extra
+from madmax_lib.base.fields import require_number, require_type
 from madmax_lib.catalog import Transformer
 from madmax_lib.plan import Plan
 from madmax_lib.runs import checks, testbed
@@ -90,6 +91,10 @@ class RunSpec(Settings):
         if isinstance(self.speed, list):  # as JSON has it
             object.__setattr__(self, "speed", tuple(self.speed))
         super().__post_init__()
+        for share in self.speed:
+            require_number("speed", share, positive=True)
+        for size in self.sizes:
+            require_type("sizes: name", size, str)
         if self.device not in _DEVICES:
             names = ", ".join(_DEVICES)
             raise ValueError(f"device={self.device!r} is not one of {names}")

@@ -21,6 +21,7 @@ from madmax_lib.catalog import Transformer
 from madmax_lib.runs.read import PHASES, read_run, write_json
 
 PROFILED = range(1, 5)  # steps under the profiler: one to warm it up, three recorded
+_LAST = ("loss", "accuracy", "validation_loss", "validation_accuracy")
 _LEAST = 3  # a median of fewer steps says little
 
 
@@ -91,23 +92,19 @@ def _summarise(
     *,
     flops,
     devices,
-    peak_flops=nan,
-    power_cap_w=nan,
-    epoch_samples=nan,
+    env,
     **counting,
 ):
     """Throughput, times, use of the devices, memory and energy of the steps that count.
 
-    steps: the columns of steps.csv. flops: of `flops_per_sample`. peak_flops: FLOP/s of
-    one device, NaN if unknown.
-    power_cap_w: of all devices. epoch_samples: of the training data. counting:
-    arguments of `counted_steps`. What cannot be told is NaN. Raises ValueError for a
-    table without the columns needed.
+    steps: the columns of steps.csv. flops: of `flops_per_sample`. env: peak_flops
+    (FLOP/s of one device), power_cap_w (of all) and epoch_samples, where they are
+    known. counting: arguments of `counted_steps`. What cannot be told is NaN.
     """
-    needed = ("step", "samples", "tokens", "total_s", "overflow", "loss")
-    if missing := [name for name in needed if name not in steps.columns]:
-        raise ValueError(f"steps lack the column(s) {', '.join(missing)}")
     counted, dropped = counted_steps(steps, **counting)
+    peak_flops, power_cap_w, epoch_samples = (
+        env.get(name) or nan for name in ("peak_flops", "power_cap_w", "epoch_samples")
+    )
     wall_s = float(counted["total_s"].sum()) or nan
     samples = float(counted["samples"].sum())
     tokens = float(counted["tokens"].sum())
@@ -140,10 +137,7 @@ def _summarise(
         "peak_flops_per_device": peak_flops,
         "devices": devices,
         "loss_first": _last(steps.head(1), "loss"),
-        "loss_last": _last(steps, "loss"),
-        "accuracy_last": _last(steps, "accuracy"),
-        "validation_loss_last": _last(steps, "validation_loss"),
-        "validation_accuracy_last": _last(steps, "validation_accuracy"),
+        **{f"{name}_last": _last(steps, name) for name in _LAST},
         "memory_peak_bytes": _aggregate(steps, "memory_peak_bytes", "max"),
         "host_rss_bytes": _aggregate(steps, "host_rss_bytes", "max"),
         **_energy(counted, power_cap_w),
@@ -166,9 +160,7 @@ def write_summary(directory: Path, status: str, error: str = "", **more) -> dict
         run.steps,
         flops=flops,
         devices=spec.plan.world_size,
-        peak_flops=env.get("peak_flops") or nan,
-        power_cap_w=env.get("power_cap_w") or nan,
-        epoch_samples=env.get("epoch_samples") or nan,
+        env=env,
         warmup=spec.warmup,
         profiled=PROFILED if spec.profile else range(0),
         starts=run.resolved.starts,

@@ -308,7 +308,7 @@ def test_corrupt_points_of_collectives_are_refused_in_a_line(saved, points, mess
 
 
 def test_files_that_are_no_machine(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no calibration here"):
+    with pytest.raises(FileNotFoundError, match="no such file"):
         machine(tmp_path)
     for text in ("{}", "no json", '{"cluster": {"name": "x"}}'):
         (tmp_path / "machine.json").write_text(text)

@@ -87,7 +87,7 @@ CALLS = cells(
     mm.save_figure(None, "x") | figure name 'x' & of the form topic/name
     mm.RunSpec(model=MODEL) | no model 'llama3-8b' to run; nearest:
     mm.launch("gpt-tiny", "x") | spec='gpt-tiny' & a RunSpec; such as
-    mm.machine("/nope") | no calibration here & `python -m madmax_lib calibrate
+    mm.machine("/nope") | no such file & `python -m madmax_lib calibrate
     Device("mine", 80, 864, {"bf16": 362}) | mine: memory_bytes=80 & in bytes, 1 GB being 1e9
     Device("mine", 80e9, 864e9, {"bf16": 362}) | bf16=362 & FLOP/s, 1 TFLOP/s being 1e12
     mm.Link("net", 400) | net: bandwidth_bytes_per_s=400 & in bytes, 1 GB being 1e9

@@ -26,7 +26,7 @@ from madmax_lib.planner import (
     training,
 )
 from madmax_lib.planner.evaluate import _OBJECTIVES
-from madmax_lib.planner.money.campaign import _RESOURCES, scaled
+from madmax_lib.planner.money.codesign import _RESOURCES, _scaled
 from madmax_lib.simulator import peak_bytes, usable_bytes
 from madmax_lib.simulator.power import device_energy_j
 from madmax_lib.simulator.steady.step_time import PARTS
@@ -305,18 +305,13 @@ def test_more_of_a_resource_is_never_worse():
 
 
 def test_scaled_clusters():
-    twice = scaled(NODE, {"compute": 2.0, "inter": 3.0})
-    assert (
-        twice.device.peak("bf16") == 2 * NODE.device.peak("bf16")
-        and twice.intra == NODE.intra
-    )
-    assert twice.inter.bandwidth_bytes_per_s == 3 * NODE.inter.bandwidth_bytes_per_s
-    for factors, message in (
-        ({"disk": 2.0}, "resource 'disk' is not one of"),
-        ({"intra": 0}, "intra: factor=0 must"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            scaled(NODE, factors)
+    faster = _scaled(NODE, "compute", 2.0)
+    assert faster.device.peak("bf16") == 2 * NODE.device.peak("bf16")
+    assert (faster.intra, faster.inter) == (NODE.intra, NODE.inter)
+    wider = _scaled(NODE, "inter", 3.0)
+    assert wider.inter.bandwidth_bytes_per_s == 3 * NODE.inter.bandwidth_bytes_per_s
+    with pytest.raises(ValueError, match="intra: factor=0 must"):
+        _scaled(NODE, "intra", 0)
 
 
 def test_training_time_and_cost(found):

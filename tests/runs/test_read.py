@@ -43,7 +43,7 @@ BAD_SPECS += ('{"resolved": {"x": 1}}', '{"resolved": [1]}')
     [
         ("steps.csv", "step,loss\n0,1\n", "not a table of steps"),
         ("steps.csv", "", "not a table of steps"),
-        ("steps.csv", HEADER + "0,1\n", "line 2 does not have 22 values"),
+        ("steps.csv", HEADER + "0,1\n", "column 'samples'"),
         ("steps.csv", HEADER + ROW.replace("5.5", "high"), "to float: 'high'"),
         *(("spec.json", content, "") for content in BAD_SPECS),
     ],

@@ -20,7 +20,7 @@ from madmax_lib.runs.spec import RunSpec, check
 # door, fields, GPUs here, what the one line says; beside what test_plan has
 TABLE = Path(__file__).with_name("refusals.jsonl")
 REFUSED = [json.loads(line) for line in TABLE.read_text().splitlines()]
-REFUSED.append(["spec", {"sizes": {1: 2}}, 0, "sizes={1: 2} must be of type dict"])
+REFUSED.append(["spec", {"sizes": {1: 2}}, 0, "sizes: name=1 must be text"])
 
 
 def check_plan(model, plan, engine="torch", **settings):

@@ -22,6 +22,7 @@ Nothing is taken from what a trainer wrote about itself: shapes of products and 
 attention, messages and names of kernels tell it.
 """
 
+import json
 import re
 from dataclasses import dataclass, replace
 
@@ -37,11 +38,11 @@ from madmax_lib.calibration.job.splits import Facts, add_groups, add_splits
 from madmax_lib.calibration.machine.machine import Machine, fit_constants
 from madmax_lib.calibration.trace import fit_timeline, slowest_stage, step_seconds
 from madmax_lib.calibration.trace_checks import fit_notes
-from madmax_lib.catalog.models import Cluster, Device, Link, Transformer
+from madmax_lib.catalog import Cluster, Device, Link, Transformer
 from madmax_lib.plan import Case, Plan
 from madmax_lib.simulator import PARTS, estimate, shipped, simulate
 from madmax_lib.timeline import Timeline, breakdown
-from madmax_lib.traces.comm.collectives import calls
+from madmax_lib.traces import calls
 from madmax_lib.traces.operators.ops import operator_calls, operators
 
 # kernels that `slowest_stage` tells apart; what they leave of a step is communication
@@ -105,18 +106,7 @@ def another_plan(
         raise ValueError("timeline: not a step of a transformer; pass its case")
     if case.cluster is None:
         case = replace(case, cluster=_traced_machine(timeline, case))
-    global_batch = global_batch or case.global_batch
-    plan = _with_micro_batch(plan, case, global_batch)
-    if cluster is None and case.cluster.name in catalog.names("clusters"):
-        cluster = catalog.cluster(case.cluster.name, devices=plan.world_size)
-    # as many of the same machines as the plan needs
-    nodes = -(-plan.world_size // case.cluster.devices_per_node)
-    new = replace(
-        case,
-        plan=plan,
-        cluster=cluster or replace(case.cluster, nodes=nodes),
-        global_batch=global_batch,
-    )
+    new = _changed(case, plan, cluster, global_batch or case.global_batch)
     parameters = _constants(timeline, case)
     old_row = case.answer(estimate, parameters=parameters).iloc[0]
     new_row = new.answer(estimate, parameters=parameters).iloc[0]
@@ -134,7 +124,10 @@ def another_plan(
     spread = max(_HALF_90 * np.log(step_seconds(timeline)).std(ddof=0), _SPREAD)
     width = float(np.hypot(spread, share * prior))
     crowded = ["more ranks than traced: assuming that each has its own cores"]
-    if case.cluster.device.family != "cpu" or plan.world_size <= case.plan.world_size:
+    if (
+        case.cluster.device.family != "cpu"
+        or new.plan.world_size <= case.plan.world_size
+    ):
         crowded = []
     simulated = new.answer(simulate, parameters=parameters)
     # all spans take longer by one factor, so that the step lasts step_s
@@ -153,6 +146,23 @@ def another_plan(
         timeline=simulated,
         machine=Machine(case.cluster, parameters, case.dtype),
         notes=(*notes, *crowded),
+    )
+
+
+def _changed(case, plan, cluster, global_batch):
+    """The traced step under another plan, on a cluster or else on more or fewer of the
+    traced devices.
+    """
+    plan = _with_micro_batch(plan, case, global_batch)
+    if cluster is None and case.cluster.name in catalog.names("clusters"):
+        cluster = catalog.cluster(case.cluster.name, devices=plan.world_size)
+    # as many of the same machines as the plan needs
+    nodes = -(-plan.world_size // case.cluster.devices_per_node)
+    return replace(
+        case,
+        plan=plan,
+        cluster=cluster or replace(case.cluster, nodes=nodes),
+        global_batch=global_batch,
     )
 
 
@@ -222,34 +232,11 @@ def _kinds(measured, old, new):
     return table[(table[["measured_s", "new_s"]] > 0).any(axis=1)]
 
 
-# in names of kernels of products, the first that matches
-_DTYPES = {
-    "fp4": r"e2m1|fp4|mxf4",
-    "fp8": r"e4m3|e5m2|fp8|float8",
-    "tf32": r"tf32|s1688gemm",
-    "bf16": r"bf16|bfloat16|_bb[_s]",
-    "fp16": r"fp16|f16f16|h16816|h884|_hh[_s]|hgemm",
-    "fp32": r"sgemm|f32f32_f32f32",
-}
 _PRODUCTS = r"gemm|nvjet|cijk|cutlass|xmma"
-# labels and operators of a stack of the catalog, the most special first
-_STACKS = {
-    "deepspeed": "(?i)deepspeed",
-    "megatron-core": r"(?i)megatron|transformer_engine|TEDotProduct|_LayerNormLinear",
-    "fsdp2-compiled": "^CompiledF|^triton_",
-}
-# of the model's sizes: where they are read, and how sure that is
-_EVIDENCE = {
-    "layers": ("passes of attention, by micro-batches and stages",),
-    "hidden": ("the size that most products share",),
-    "heads": ("shapes of attention and the ranks that share it",),
-    "sequence": ("tokens of attention",),
-    "ffn": ("channels of the other products", "likely"),
-    "vocab": ("rows that are looked up, classes of the loss",),
-    "experts": ("scores that tokens choose from",),
-    "image": ("convolutions that cut patches",),
-    "norm": ("operators of norms; biases and positions go with them", "guess"),
-}
+# what tells them: of dtypes the names of kernels of products, of stacks of the catalog
+# labels and operators, each the first that matches; of the model's sizes where they are
+# read, and how sure that is
+_SIGNS = json.loads(catalog.data_file("traced_jobs.json").read_text())
 
 
 @dataclass(frozen=True)
@@ -309,7 +296,7 @@ def case_of(timeline: Timeline, cluster: Cluster | str | None = None) -> Job:
             facts.add("cluster", cluster.name, f"a trace of {device}", "guess")
         on_cpu = bool((timeline.spans["stream"] < 0).all())
         software = "workbench" if on_cpu else "fsdp2"  # plain PyTorch
-        for stack, pattern in _STACKS.items():
+        for stack, pattern in _SIGNS["stacks"].items():
             if seen.names.str.contains(pattern).any():
                 software = facts.add(
                     "software", stack, f"names with {pattern}", "likely"
@@ -348,7 +335,7 @@ def _model(seen, shapes, plan, facts):
         image = seen.patches[["edge", "patch"]].iloc[0].tolist()
         sizes |= dict(zip(["image", "patch"], image, strict=True))
         sizes["classes"] = sizes.pop("vocab")
-    for field, evidence in _EVIDENCE.items():
+    for field, evidence in _SIGNS["evidence"].items():
         if sizes.get(field):
             facts.add(field, sizes[field], *evidence)
     return Transformer("traced", **sizes)
@@ -380,7 +367,7 @@ def _dtype(timeline, facts):
     shares = table[table["dtype"] != ""].groupby("dtype")["flops"].sum()
     by_name = kernels.groupby("name", observed=True)["dur_ns"].sum()
     kinds = [
-        next((kind for kind, p in _DTYPES.items() if re.search(p, name)), "")
+        next((kind for kind, p in _SIGNS["dtypes"].items() if re.search(p, name)), "")
         for name in by_name.index
     ]
     named = by_name.groupby(kinds).sum().drop("", errors="ignore")

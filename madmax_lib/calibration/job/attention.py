@@ -5,8 +5,8 @@ many heads and tokens a rank has, and how often it attends.
 import numpy as np
 
 from madmax_lib.calibration.job.observed import Observed
-from madmax_lib.plan.case import Case
-from madmax_lib.timeline.timeline import Timeline
+from madmax_lib.plan import Case
+from madmax_lib.timeline import Timeline
 
 _SAME_TOKENS = 1.1  # labels are a token shorter, samples are padded to round numbers
 _AGAIN = 0.6  # of attention's passes are forward: two of three where one is repeated

@@ -76,26 +76,12 @@ def shapes_of(seen: Observed) -> Shapes | None:
     core["head_dim"] = core["head_dim"] or hidden // core["heads"]
     width = core["head_dim"] * cp
     queries = core["heads"] * width
-    # attention shows all heads where keys and values were repeated: these two have
-    # the width that is used as often as the two of queries and output
-    used = sizes[queries]
-    if core["kv_heads"] == core["heads"] and sizes[3 * queries] != used:
-        often = [size for size in sizes if 0.8 * used < sizes[size] < 1.2 * used]
-        divisors = [size for size in often if size % width == 0 == queries % size]
-        core["kv_heads"] = int(min(divisors, default=queries)) // width
-    keys = core["kv_heads"] * width
+    keys = _key_channels(core["kv_heads"] * width, queries, width, sizes)
+    core["kv_heads"] = keys // width
     # queries, keys and values are one product, or three
     fused = queries + 2 * keys
-    # LoRA's A and B of several projections: a narrow size that is used as much as any
     others = {queries, keys, *seen.routers["experts"]}
-    most = max(sizes.values())
-    narrow = [s for s in {*sizes} - others if s <= hidden / 4 and sizes[s] >= most / 2]
-    # beside adapters the wide weights are frozen: next to none has a gradient n T k
-    wide = table[~table[["m", "n"]].isin(narrow).any(axis=1)]
-    is_gradient = (wide["k"] == rows) & (wide["m"] != rows)
-    adapter = int(max(narrow, default=0))
-    if is_gradient.mean() > _TRAINED:
-        adapter = 0
+    adapter = _adapter_rank(table, rows, hidden, sizes, others)
     passes = 1 if not backward else 2 if adapter else 3
     # an FFN has two products, or three with a gate; of a mixture other operators tell
     choices = [passes, passes + 1] if again else [passes]
@@ -128,6 +114,30 @@ def shapes_of(seen: Observed) -> Shapes | None:
         adapter=adapter,
         cp=cp,
     )
+
+
+def _key_channels(channels, queries, width, sizes):
+    """Channels of keys: attention shows all heads where keys and values were repeated,
+    but these two have the width that is used as often as the two of queries and output.
+    """
+    used = sizes[queries]
+    if channels != queries or sizes[3 * queries] == used:
+        return channels
+    often = [size for size in sizes if 0.8 * used < sizes[size] < 1.2 * used]
+    divisors = [size for size in often if size % width == 0 == queries % size]
+    return int(min(divisors, default=queries))
+
+
+def _adapter_rank(table, rows, hidden, sizes, others):
+    """Rank of LoRA's A and B of several projections: a narrow size that is used as much
+    as any; 0 without.
+    """
+    most = max(sizes.values())
+    narrow = [s for s in {*sizes} - others if s <= hidden / 4 and sizes[s] >= most / 2]
+    # beside adapters the wide weights are frozen: next to none has a gradient n T k
+    wide = table[~table[["m", "n"]].isin(narrow).any(axis=1)]
+    is_gradient = (wide["k"] == rows) & (wide["m"] != rows)
+    return 0 if is_gradient.mean() > _TRAINED else int(max(narrow, default=0))
 
 
 def _pairs(table, rows):

@@ -68,7 +68,7 @@ from madmax_lib.simulator.uncertainty import (
     pace,
     width_of,
 )
-from madmax_lib.timeline.timeline import with_origin
+from madmax_lib.timeline import with_origin
 
 __all__ = ["folds", "predict"]
 

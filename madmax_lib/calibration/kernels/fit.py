@@ -168,8 +168,10 @@ def _fit(form, work, seconds):
         errors = np.log(rate_of(logs).seconds(work)) - measured
         return np.append(errors, _PRIOR * (logs - _START))
 
-    options = {"loss": "soft_l1", "f_scale": _OUTLIER}
-    rate = rate_of(least_squares(residuals, _START, bounds=_BOUNDS, **options).x)
+    solution = least_squares(
+        residuals, _START, bounds=_BOUNDS, loss="soft_l1", f_scale=_OUTLIER
+    )
+    rate = rate_of(solution.x)
     errors = np.abs(np.log(rate.seconds(work)) - measured)
     return _Fit(rate, float(np.median(errors)))
 

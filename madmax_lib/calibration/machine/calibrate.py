@@ -42,11 +42,11 @@ from madmax_lib.calibration.machine.machine import (
 )
 from madmax_lib.calibration.machine.machine_page import write_page
 from madmax_lib.calibration.published.run_rows import run_row
+from madmax_lib.catalog import Cluster, Device, Link
 from madmax_lib.catalog.measured_collectives import MeasuredCollectives
-from madmax_lib.catalog.models import Cluster, Device, Link
+from madmax_lib.runs import RunSpec
 from madmax_lib.runs.launch import gpu_count, launch_all, measure_links, resolve
 from madmax_lib.runs.read import read_json, read_run
-from madmax_lib.runs.spec import RunSpec
 from madmax_lib.runs.testbed import check_hosts
 from madmax_lib.simulator.costs.inputs import Steps, products_alone
 from madmax_lib.simulator.rates.parameters import shipped, start
@@ -204,10 +204,8 @@ class _Calibration:
         return self.directory / "runs" / name.replace(" ", "_")
 
     def is_done(self, name):
-        folder = self.folder(name)
-        if not (folder / "summary.json").exists():
-            return False
-        return read_run(folder).summary.get("status") == "completed"
+        summary = read_json(self.folder(name) / "summary.json")
+        return summary.get("status") == "completed"
 
     def specs(self, runs):
         """Runs by name that can be made here; the others get a line."""
@@ -254,14 +252,10 @@ class _Calibration:
                     self.tell(f"{name}: a step takes {format_s(step_s)}")
         completed = {}
         for name in (run.name for run in runs):
-            if not (self.folder(name) / "summary.json").exists():
-                continue
-            run = read_run(self.folder(name))
-            if run.summary["status"] == "completed":
-                completed[name] = run
-            else:
-                status, error = (run.summary[key] for key in ("status", "error"))
-                self.note(f"{name}: {status}, {error}")
+            if self.is_done(name):
+                completed[name] = read_run(self.folder(name))
+            elif summary := read_json(self.folder(name) / "summary.json"):
+                self.note(f"{name}: {summary['status']}, {summary['error']}")
         return completed
 
     def kernels(self):
@@ -294,8 +288,13 @@ class _Calibration:
             with self.stage("links"):
                 # complete or not at all
                 part = path.with_suffix(".part")
-                where = {"ranks": self.ranks, "hosts": self.hosts}
-                measure_links(part, "quick", **where, network=self.network)
+                measure_links(
+                    part,
+                    "quick",
+                    ranks=self.ranks,
+                    hosts=self.hosts,
+                    network=self.network,
+                )
                 part.rename(path)
         return pd.read_csv(path) if path.exists() else None
 

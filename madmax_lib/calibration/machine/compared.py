@@ -9,12 +9,12 @@ import pandas as pd
 from madmax_lib.base.units import NS_PER_S
 from madmax_lib.calibration.machine.machine import Machine
 from madmax_lib.calibration.trace import kernel_seconds
-from madmax_lib.plan.case import Case
+from madmax_lib.plan import Case
+from madmax_lib.runs import RunSpec
 from madmax_lib.runs.read import Run
-from madmax_lib.runs.spec import RunSpec
 from madmax_lib.simulator import estimate, memory, peak_bytes, simulate
-from madmax_lib.timeline.accounting import breakdown
-from madmax_lib.traces.read.kineto import read_trace
+from madmax_lib.timeline import breakdown
+from madmax_lib.traces import read_trace
 
 
 def traced_parts(run: Run) -> dict[str, float]:

@@ -14,9 +14,10 @@ from scipy.optimize import least_squares
 from madmax_lib import catalog
 from madmax_lib.base.atomic import write_text
 from madmax_lib.calibration.scale import FittingScale, covariance_of
-from madmax_lib.catalog.models import Cluster
-from madmax_lib.plan.case import Case
+from madmax_lib.catalog import Cluster
+from madmax_lib.plan import Case
 from madmax_lib.runs.read import with_nulls
+from madmax_lib.simulator import step_time
 from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.rates.parameters import (
     Parameters,
@@ -25,7 +26,6 @@ from madmax_lib.simulator.rates.parameters import (
     shipped,
     to_json,
 )
-from madmax_lib.simulator.steady.step_time import step_time
 from madmax_lib.simulator.uncertainty import COMPONENTS
 
 # where a fit of a machine begins whose devices are processes on a CPU
@@ -133,11 +133,6 @@ def machine(directory: str | Path) -> Machine:
     """
     path = Path(directory)
     path = path / "machine.json" if path.suffix != ".json" else path
-    if not path.exists():
-        raise FileNotFoundError(
-            f"{path}: no calibration here; `python -m madmax_lib calibrate -o DIR` "
-            "makes one"
-        )
     cluster = catalog.cluster(path)
     parameters = constants_of(path)
     content = json.loads(path.read_text())

@@ -24,7 +24,7 @@ from madmax_lib.plan.stated import (
     remarks_of,
     text_of,
 )
-from madmax_lib.simulator.memory.memory import memory, peak_bytes, usable_bytes
+from madmax_lib.simulator import memory, peak_bytes, usable_bytes
 
 _DEGREES = ("tp", "pp", "cp")
 # field of a plan: column

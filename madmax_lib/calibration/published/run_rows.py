@@ -14,10 +14,10 @@ import pandas as pd
 
 from madmax_lib import catalog
 from madmax_lib.runs.read import Run, read_runs, runs_table
-from madmax_lib.simulator.memory.memory import memory, peak_bytes
-from madmax_lib.timeline.accounting import breakdown
+from madmax_lib.simulator import memory, peak_bytes
+from madmax_lib.timeline import breakdown
+from madmax_lib.traces import read_trace
 from madmax_lib.traces.read.cache import content_sha256
-from madmax_lib.traces.read.kineto import read_trace
 
 _SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
 # fields of a plan that are columns under the same names

@@ -358,26 +358,7 @@ def problem(
     else:
         if not clusters:
             raise ValueError("model goes with clusters; nodes and files with profiles")
-        model = catalog.model(model)
-        hidden = getattr(model, "hidden", None)
-        if rules.get("hidden", hidden) != hidden:
-            raise ValueError(
-                f"hidden={rules['hidden']} is not that of {model.name}, {hidden}"
-            )
-        options = {name: rules.pop(name) for name in _OF_MODEL if name in rules}
-        types = {one.device.name: one for one in clusters}
-        dtype = options.pop("dtype", "bf16")
-        sequence = rules.pop("sequence", None)
-        case = Case(model, None, Plan(), global_batch, sequence, dtype)
-        prices = simulated_prices(case, types, **options)
-        # simulated groups of tp are those of a node, as their prices
-        usual = {
-            "hidden": hidden,
-            "sequence": case.sequence,
-            "bytes_per_element": width_of(case.dtype),
-            "tp_in_node": True,
-        }
-        rules = usual | rules
+        prices, rules = _simulated(model, clusters, global_batch, rules)
     checked_rules = CostRules(global_batch, **rules)
     if layers is not None and layers != prices.layers:
         raise ValueError(
@@ -391,6 +372,30 @@ def problem(
                 f"no profile for {name}; there are {', '.join(prices.optimizer_s)}"
             )
     return HeteroProblem(prices, tuple(nodes), orders, checked_rules)
+
+
+def _simulated(model, clusters, global_batch, rules):
+    """Prices of a model on the clusters, and the rules beside those that it decides."""
+    model = catalog.model(model)
+    hidden = getattr(model, "hidden", None)
+    if rules.get("hidden", hidden) != hidden:
+        raise ValueError(
+            f"hidden={rules['hidden']} is not that of {model.name}, {hidden}"
+        )
+    options = {name: rules.pop(name) for name in _OF_MODEL if name in rules}
+    types = {one.device.name: one for one in clusters}
+    dtype = options.pop("dtype", "bf16")
+    sequence = rules.pop("sequence", None)
+    case = Case(model, None, Plan(), global_batch, sequence, dtype)
+    prices = simulated_prices(case, types, **options)
+    # simulated groups of tp are those of a node, as their prices
+    usual = {
+        "hidden": hidden,
+        "sequence": case.sequence,
+        "bytes_per_element": width_of(case.dtype),
+        "tp_in_node": True,
+    }
+    return prices, usual | rules
 
 
 def _check_names(rules, with_model):

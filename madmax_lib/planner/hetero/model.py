@@ -65,8 +65,14 @@ def simulated_prices(
         way, tp, batch = map(np.array, zip(*keys, strict=True))
         plans = Plans(tp=tp, recompute=way, micro_batch=batch)
         dtype = cluster.device.nearest(case.dtype)
-        where = {"cluster": cluster, "software": parameters.software}
-        here = replace(case, **where, plan=plans, global_batch=1, dtype=dtype)
+        here = replace(
+            case,
+            cluster=cluster,
+            software=parameters.software,
+            plan=plans,
+            global_batch=1,
+            dtype=dtype,
+        )
         pieces = layer_costs(Steps.of(here), parameters)
         seconds = passes_s(pieces)
         memory = _memory_bytes(replace(case, plan=plans))

@@ -8,8 +8,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from madmax_lib.base.atomic import read_object
 from madmax_lib.base.fields import is_number
-from madmax_lib.planner.hetero.profiles import read_json
 
 _GB_BYTES = 2.0**30
 _GB_PER_S = 2.0**20 * 1e3  # bytes/s: Metis takes 1 GB/s for 2^20 bytes a millisecond
@@ -107,7 +107,7 @@ def load_cluster(hostfile: str | Path, clusterfile: str | Path) -> tuple[Node, .
 
     Raises FileNotFoundError, or ValueError naming file, line or field and rule.
     """
-    types = read_json(Path(clusterfile))
+    types = read_object(Path(clusterfile))
     nodes = []
     for number, line in enumerate(Path(hostfile).read_text().splitlines(), 1):
         if not line.strip():  # blank lines are no hosts
@@ -119,9 +119,10 @@ def load_cluster(hostfile: str | Path, clusterfile: str | Path) -> tuple[Node, .
             raise ValueError(f"{where}: {host['address']} is not in {clusterfile}")
         try:
             about = types[host["address"]]
-            kind = str(about["instance_type"]), int(host["slots"])
+            device = str(about["instance_type"])
             sizes = {name: about[key] for name, (key, _, _) in _FIELDS.items()}
-            nodes.append(Node.of_file(host["address"], *kind, **sizes))
+            slots = int(host["slots"])
+            nodes.append(Node.of_file(host["address"], device, slots, **sizes))
         except KeyError as error:
             raise ValueError(
                 f"{clusterfile}: {host['address']} has no {error.args[0]}"

@@ -234,18 +234,27 @@ def timeline(planned: Planned) -> Timeline:
         after = [last[number]]
         if tied_s and number in (0, len(stages) - 1):
             # both ends add up the gradients of the table that they share
-            message = ("comm", "all_reduce shared table", tied_s, [last[0], last[-1]])
-            after = [program.op(Stream.PIPELINE, *message, rank=rank, group="pp")]
+            after = [
+                program.op(
+                    Stream.PIPELINE,
+                    "comm",
+                    "all_reduce shared table",
+                    tied_s,
+                    [last[0], last[-1]],
+                    rank=rank,
+                    group="pp",
+                )
+            ]
         if stage.dp > 1:
-            reduction = (
-                "comm",
-                "all_reduce gradients",
-                costs.gradients_s(stage),
-                after,
+            reduce_s = costs.gradients_s(stage)
+            name = "all_reduce gradients"
+            after.append(
+                program.op(
+                    Stream.DATA, "comm", name, reduce_s, after, rank=rank, group="dp"
+                )
             )
-            after.append(program.op(Stream.DATA, *reduction, rank=rank, group="dp"))
-        update = ("compute", "optimizer", costs.optimizer_s(stage), after)
-        program.op(Stream.COMPUTE, *update, rank=rank)
+        update_s = costs.optimizer_s(stage)
+        program.op(Stream.COMPUTE, "compute", "optimizer", update_s, after, rank=rank)
     meta = Meta(
         source="simulated",
         world_size=costs.fleet.size,
@@ -277,20 +286,27 @@ def _add_passes(program, planned):
         forward = direction == "forward"
         rank = stages[number].start
         if forward and number == 0 and generator_s:
-            load = ("other", "batch generator", generator_s)
-            program.op(Stream.COMPUTE, *load, rank=rank)
+            name = "batch generator"
+            program.op(Stream.COMPUTE, "other", name, generator_s, rank=rank)
         pass_s = times_s[number] * (_FORWARD if forward else 1 - _FORWARD)
         if not forward and number == pp - 1:
             pass_s += sync_s  # the end of all passes of a micro-batch
         after = [sends[message]] if message else []
-        work = ("compute", f"{direction} {batch}", pass_s, after)
-        last[number] = program.op(Stream.COMPUTE, *work, rank=rank)
+        name = f"{direction} {batch}"
+        last[number] = program.op(
+            Stream.COMPUTE, "compute", name, pass_s, after, rank=rank
+        )
         # activations cross the border behind a stage, gradients the one before it
         border = number if forward else number - 1
         if 0 <= border < pp - 1:
-            send = ("comm", f"send {direction}", sends_s[border], [last[number]])
             sends[number, slot] = program.op(
-                Stream.PIPELINE, *send, rank=rank, group="pp"
+                Stream.PIPELINE,
+                "comm",
+                f"send {direction}",
+                sends_s[border],
+                [last[number]],
+                rank=rank,
+                group="pp",
             )
     return last
 

@@ -8,7 +8,6 @@ that of the folder. Lengths and plausibility are checked, since published sample
 lists that are too short and times in another unit.
 """
 
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from functools import reduce
 from operator import add
 from pathlib import Path
 
+from madmax_lib.base.atomic import read_object
 from madmax_lib.base.fields import is_number
 
 _NAME = re.compile(r"DeviceType\.(?P<device>.+)_tp(?P<tp>\d+)_bs(?P<batch>\d+)\.json")
@@ -204,20 +204,9 @@ def load_profiles(directory: str | Path) -> Profiles:
     return Profiles({(p.device, p.tp, p.batch): p for p in map(_read_profile, paths)})
 
 
-def read_json(path: Path) -> dict:
-    """The object in a JSON file; ValueError for anything else."""
-    try:
-        content = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: not a JSON object")
-    return content
-
-
 def _read_profile(path):
     name = _NAME.fullmatch(path.name)
-    content = read_json(path)
+    content = read_object(path)
     try:
         model = content["model"]
         times = content["execution_time"]

@@ -1,16 +1,9 @@
 """Devices, days, dollars and megawatt-hours of a training, with the best plan at each
 number of devices.
-
-The best plan again with more of each resource, and what training then costs.
-
-Each row is a search of its own: a resource is worth what it saves when the plan may
-change with it [arXiv 2310.02784].
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 
 import numpy as np
 import pandas as pd
@@ -28,8 +21,7 @@ from madmax_lib.plan import Case, Plan
 from madmax_lib.planner.money.goodput import Goodput, practice
 from madmax_lib.planner.search import check_case, price_of, search
 from madmax_lib.planner.space import Space
-from madmax_lib.simulator import estimate
-from madmax_lib.simulator.memory.memory import usable_bytes
+from madmax_lib.simulator import estimate, usable_bytes
 from madmax_lib.simulator.memory.stacks import stacks_of
 from madmax_lib.simulator.power import ERROR, device_energy_j
 from madmax_lib.simulator.rates.parameters import Parameters, constants_of, software_of
@@ -138,18 +130,17 @@ def campaign(
         raise ValueError(f"sure={sure:g} is a probability, below 1")
     parameters = constants_of(cluster, parameters)
     case = Case.of_step(
-        *(model, cluster, plan and Plan.parse(plan), 1, sequence, dtype),
+        model,
+        cluster,
+        plan and Plan.parse(plan),
+        1,
+        sequence,
+        dtype,
         software_of(software, parameters),
     )
     check_case(case)
     goodput = require_type("goodput", goodput, Goodput, Goodput)
-    job = _Job(
-        case,
-        tokens,
-        global_batch,
-        stacks_of(case),
-        parameters,
-    )
+    job = _Job(case, tokens, global_batch, stacks_of(case), parameters)
     costs = {"usd_per_hour": usd_per_hour, "model": case.model, "goodput": goodput}
     costs["pue"] = pue
     # of no plan: what is wrong with it is said before the searches
@@ -345,6 +336,7 @@ def _notes(job, best, costs):
     either = best["days_high"] / best["days"]
     stacks = ", ".join(stack.name for stack in job.stacks)
     device = job.case.cluster.device
+    price = price_of(device, costs["usd_per_hour"])
     notes = {}
     if not device.is_measured:
         notes["device"] = (
@@ -379,7 +371,9 @@ def _notes(job, best, costs):
         "goodput": costs["goodput"].describe(
             int(best["devices"]), job.case.model.parameters
         ),
-        "price": _price(job.case.cluster.device, costs["usd_per_hour"])[1],
+        "price": f"no price of {device.name} of this year: give --usd-per-hour"
+        if np.isnan(price)
+        else f"{price:g} USD/h",
         "energy": (
             "of the devices by their TDP, without hosts and network, "
             f"x {costs['pue']:g} for cooling (PUE)"
@@ -389,81 +383,7 @@ def _notes(job, best, costs):
     return notes
 
 
-def _price(device, usd_per_hour):
-    """USD of a device-hour in words too."""
-    price = price_of(device, usd_per_hour)
-    words = f"no price of {device.name} of this year: give --usd-per-hour"
-    return price, words if np.isnan(price) else f"{price:g} USD/h"
-
-
-# a part of the cluster, and the field of it that a resource is
-_RESOURCES = {
-    "compute": ("device", "peak_flops"),
-    "memory_bandwidth": ("device", "memory_bandwidth_bytes_per_s"),
-    "memory": ("device", "memory_bytes"),
-    "intra": ("intra", "bandwidth_bytes_per_s"),
-    "inter": ("inter", "bandwidth_bytes_per_s"),
-}
 _JOULE_PER_MWH = 3.6e9
-
-
-def scaled(cluster: Cluster, factors: Mapping[str, float]) -> Cluster:
-    """The cluster with some of its `_RESOURCES` multiplied. Raises ValueError for an
-    unknown one or a factor <= 0.
-    """
-    for name, factor in factors.items():
-        if name not in _RESOURCES:
-            raise ValueError(f"resource {name!r} is not one of {', '.join(_RESOURCES)}")
-        require_number(f"{name}: factor", factor, positive=True)
-        owner, field = _RESOURCES[name]
-        part = getattr(cluster, owner)
-        amount = getattr(part, field)
-        if name == "compute":  # a peak for each dtype
-            amount = {dtype: factor * peak for dtype, peak in amount.items()}
-        else:
-            amount = factor * amount
-        cluster = replace(cluster, **{owner: replace(part, **{field: amount})})
-    return cluster
-
-
-def codesign(
-    model: Model | str,
-    cluster: Cluster | str,
-    global_batch: int,
-    factors: Sequence[float] = (0.5, 2.0, 4.0),
-    **options,
-) -> pd.DataFrame:
-    """The best plan as the cluster is and with each of `_RESOURCES` multiplied by each
-    factor.
-
-    Columns resource ("as it is" first), factor, plan, step_s, memory_bytes, speedup and
-    value: d log(speed) / d log(resource), 1 where twice the resource halves the step.
-    Where no plan fits, they are NaN. options: as in `search`; the space is
-    `Space.quick()` if none is given.
-    """
-    cluster = catalog.cluster(cluster)
-    options = {"space": Space.quick(), "top": 1, "progress": False} | options
-    factors = require_type("factors", factors, Iterable)
-    rows = []
-    for name, factor in [("as it is", 1.0), *product(_RESOURCES, factors)]:
-        machine = scaled(cluster, {name: factor}) if rows else cluster
-        best = {"plan": "", "step_s": np.nan, "memory_bytes": np.nan}
-        try:
-            result = search(model, machine, global_batch, **options)
-            first = result.table.iloc[0]
-            # of no stack in particular, the order is that of the launched step
-            best = first[[*best]].to_dict()
-            best["step_s"] = first.get("launched_s", best["step_s"])
-        except ValueError as error:
-            if "fits" not in str(error):
-                raise
-        rows.append({"resource": name, "factor": factor, **best})
-    table = pd.DataFrame(rows)
-    table["speedup"] = table["step_s"].iloc[0] / table["step_s"]
-    # "as it is" has factor 1, of which the logarithm is 0
-    with np.errstate(divide="ignore", invalid="ignore"):
-        table["value"] = np.log(table["speedup"]) / np.log(table["factor"])
-    return table
 
 
 def training(
@@ -508,7 +428,7 @@ def training(
     columns = {
         "days": seconds / _SECONDS_PER_DAY,
         "device_hours": hours,
-        "usd": hours * _price(cluster.device, usd_per_hour)[0],
+        "usd": hours * price_of(cluster.device, usd_per_hour),
     }
     if "energy_j" in table:
         columns["mwh"] = pue * table["energy_j"] * seconds / table["step_s"]

@@ -146,10 +146,12 @@ class Jobs:
         running = log.with_suffix(".running")
         running.unlink(missing_ok=True)
         submitted = log.with_suffix(".submitted")
-        words = {"job": shlex.quote(f"{job}"), "log": shlex.quote(f"{running}")}
+        command = submit.format(
+            job=shlex.quote(f"{job}"), log=shlex.quote(f"{running}")
+        )
         with submitted.open("w") as output:
             subprocess.run(
-                submit.format(**words),
+                command,
                 shell=True,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -86,8 +86,10 @@ def tune(
         launch = _Run(launch, Path(directory))
         plans = launch.plans(model, cluster, case) if plans is None else plans
     elif isinstance(launch, Jobs):
-        step = (global_batch, sequence, dtype, software)
-        launch = replace(launch, case=Case.of_step(model, cluster, Plan(), *step))
+        step = Case.of_step(
+            model, cluster, Plan(), global_batch, sequence, dtype, software
+        )
+        launch = replace(launch, case=step)
     elif not callable(launch):
         raise ValueError(
             f"launch={short_repr(launch)} must be a callable of a Plan, or a RunSpec"

@@ -36,15 +36,11 @@ class _Source:
     answers: tuple[str, ...] = ()  # texts of the labels, where these are numbers
 
 
-def _sources():
-    table = catalog.table("run_datasets").set_index("name")
-    rows = table.drop(columns=["source", "date"]).to_dict("index")
-    return {
-        name: _Source(**parse_fields(_Source, row, name)) for name, row in rows.items()
-    }
-
-
-SOURCES = _sources()
+_ROWS = catalog.table("run_datasets").set_index("name")
+SOURCES = {
+    name: _Source(**parse_fields(_Source, row, name))
+    for name, row in _ROWS.drop(columns=["source", "date"]).to_dict("index").items()
+}
 _BOTH = ("train", "validation")
 
 

@@ -85,10 +85,14 @@ def parallelize(
     sizes = dict(sizes or {})
     checks.check(plan, models.spec(model, **sizes), settings, "deepspeed")
     checks.check_deepspeed()
-    start = {"seed": settings.seed, "weights": settings.weights}
     ranks = mesh.build(plan, device)
     network = models.build(
-        model, device=device, attention=plan.attention, **start, **sizes
+        model,
+        device=device,
+        attention=plan.attention,
+        seed=settings.seed,
+        weights=settings.weights,
+        **sizes,
     )
     return _DeepSpeedTrainer(network, plan, settings, (ranks.coordinate("dp"), plan.dp))
 
@@ -109,10 +113,11 @@ class _DeepSpeedTrainer:
         for _, layer in network.units():
             layer.checkpoint(plan.recompute)
         self.config = config(plan, settings)
-        options = {"config": self.config, "dist_init_required": False}
-        parameters = list(network.parameters())
         self.engine, *_ = deepspeed.initialize(
-            model=network, model_parameters=parameters, **options
+            model=network,
+            model_parameters=list(network.parameters()),
+            config=self.config,
+            dist_init_required=False,
         )
 
     def step(self, batch):

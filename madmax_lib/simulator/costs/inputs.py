@@ -14,7 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
-from madmax_lib.catalog.hardware import Device
+from madmax_lib.catalog import Device
 from madmax_lib.catalog.kernel_rates import kernel_rates
 from madmax_lib.catalog.muon import muon_flops
 from madmax_lib.plan import Case, Plans
@@ -159,11 +159,17 @@ class Steps:
     @classmethod
     def of(cls, case: Case) -> Steps:
         """Step of one case, with one plan or the columns of many."""
-        parts = (Work.of(case), _hardware(case), _traits(case))
         flops = 0.0
         if case.optimizer == "muon":
             flops = muon_flops(case.model) / case.model.parameters
-        return cls(*parts, case.global_batch, case.jitter, flops)
+        return cls(
+            Work.of(case),
+            _hardware(case),
+            _traits(case),
+            case.global_batch,
+            case.jitter,
+            flops,
+        )
 
     @classmethod
     def stack(cls, cases: Sequence[Case]) -> Steps:

@@ -14,7 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
-from madmax_lib.plan.columns import Plans
+from madmax_lib.plan import Plans
 from madmax_lib.simulator.costs.inputs import SoftwareTraits
 from madmax_lib.simulator.rates.compute import Number
 from madmax_lib.simulator.rates.parameters import Parameters

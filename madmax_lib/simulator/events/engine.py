@@ -213,14 +213,11 @@ def to_timeline(program: Program, meta: Meta) -> Timeline:
     start_ns = np.rint(np.array(start_s) * NS_PER_S).astype(np.int64)
     end_ns = np.rint(np.array(end_s) * NS_PER_S).astype(np.int64)
     count = len(program)
-    kinds = {kind: code for code, kind in enumerate(KINDS)}
     spans = pd.DataFrame(
         {
             "rank": np.array(program.rank, dtype=np.int32),
             "stream": np.array(program.stream, dtype=np.int32),
-            "kind": pd.Categorical.from_codes(
-                [kinds[kind] for kind in program.kind], KINDS
-            ),
+            "kind": pd.Categorical(program.kind, KINDS),
             "name": text_column(program.name),
             "start_ns": start_ns,
             "dur_ns": end_ns - start_ns,
@@ -284,11 +281,7 @@ def with_receive_kernels(timeline: Timeline) -> Timeline:
 
 def text_column(texts: list[str]) -> pd.Categorical:
     """Categories in order; empty text is missing."""
-    names = sorted(set(texts) - {""})
-    code = {name: i for i, name in enumerate(names)} | {"": -1}
-    return pd.Categorical.from_codes(
-        [code[text] for text in texts], pd.Index(names, dtype=object)
-    )
+    return pd.Categorical(np.array([text or None for text in texts], object))
 
 
 def _edges(program):

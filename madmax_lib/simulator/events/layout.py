@@ -139,9 +139,14 @@ class StepBuilder:
             pass_.message = Message(what, duration_s, size_bytes, after)
             return
         name = f"send_recv {what}"
-        about = {"group": "pp", "size_bytes": size_bytes}
         pass_.sends = pass_.op(
-            Stream.PIPELINE, "comm", name, duration_s, ready, **about
+            Stream.PIPELINE,
+            "comm",
+            name,
+            duration_s,
+            ready,
+            group="pp",
+            size_bytes=size_bytes,
         )
         if not prices.hides_messages:
             stop_s = prices.constants["send_stop_s"] / 2

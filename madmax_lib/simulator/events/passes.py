@@ -116,10 +116,15 @@ class Pass:
         duration_s = self.comm_s(kind, size_bytes, group, calls)
         if not duration_s:
             return after
-        more = {"group": group, "size_bytes": size_bytes}
         return [
             self.op(
-                Stream.of(group), "comm", f"{kind} {what}", duration_s, after, **more
+                Stream.of(group),
+                "comm",
+                f"{kind} {what}",
+                duration_s,
+                after,
+                group=group,
+                size_bytes=size_bytes,
             )
         ]
 
@@ -152,14 +157,15 @@ class Message:
         """
         stream = Stream.PIPELINE if self.what == "activation" else Stream.BACK
         after = self.after if asked is None else (*self.after, asked)
-        about = {"rank": self.sender, "group": "pp", "size_bytes": self.size_bytes}
         return program.op(
             stream,
             "comm",
             f"send_recv {self.what}",
             (1 + crossing) * self.duration_s,
             after,
-            **about,
+            rank=self.sender,
+            group="pp",
+            size_bytes=self.size_bytes,
         )
 
 

@@ -14,8 +14,8 @@ from functools import cached_property
 
 import numpy as np
 
+from madmax_lib.catalog import Transformer
 from madmax_lib.catalog.layer_formulas import LayerFormulas
-from madmax_lib.catalog.models import Transformer
 from madmax_lib.plan import Case, Plans
 from madmax_lib.simulator.layers.ops import (
     Block,

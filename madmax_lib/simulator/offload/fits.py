@@ -48,24 +48,7 @@ _HOST_RESERVED = (
 # by method: its plan, beside dp and recompute; static: all that may leave the device
 # does; study: its name in the study of notebook 55
 SIZE_METHODS = pd.read_csv(catalog.data_file("size_methods.csv"), index_col="method")
-_WIDTHS = (
-    512,
-    768,
-    1024,
-    1536,
-    2048,
-    2560,
-    3072,
-    4096,
-    5120,
-    6144,
-    8192,
-    10240,
-    12288,
-    16384,
-    20480,
-    25600,
-)
+_WIDTHS = pd.read_csv(catalog.data_file("gpt_widths.csv"))["hidden"].tolist()
 # GPT-2's vocabulary and sequence, as in the sources compared with
 _HEAD_DIM = 128
 _SEQUENCE = 1024
@@ -294,8 +277,10 @@ def largest_model(cluster: Cluster | str, method: str) -> LargestModel:
             f"{_FLATTEST} layers fit"
         )
     model = gpt_shape(*best)
-    options = {"global_batch": plan.dp, "dtype": "fp16", "policy": policy}
-    return LargestModel(model, plan, fits(model, cluster, plan, **options))
+    result = fits(
+        model, cluster, plan, global_batch=plan.dp, dtype="fp16", policy=policy
+    )
+    return LargestModel(model, plan, result)
 
 
 def gpt_shape(

@@ -121,8 +121,16 @@ class Staging(Sharding):
             if o.drives:
                 done.append(drive("write states", written_bytes, [adam]))
         for adam in adams if o.returned else ():
-            way = (program, Stream.DOWN, "updated weights")
-            done.append(self._copy(*way, returned_bytes, [adam, *after], rank=stage))
+            done.append(
+                self._copy(
+                    program,
+                    Stream.DOWN,
+                    "updated weights",
+                    returned_bytes,
+                    [adam, *after],
+                    rank=stage,
+                )
+            )
         return [*done, adams[-1]]
 
     def _reduce(self, pass_, experts, what, parameters, op, last):

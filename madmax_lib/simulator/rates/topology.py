@@ -47,7 +47,7 @@ class Groups:
         return self.of(name)
 
     def _of(self, name):
-        ranks, stride = self._shape(name)
+        ranks, stride = self._shapes[name]
         if name == "same node":
             return Group(name, ranks, stride, 2)
         if name == "other node":
@@ -58,45 +58,38 @@ class Groups:
         )
         return Group(name, ranks, stride, np.clip(shared, 1, ranks))
 
-    def _shape(self, name):
+    @cached_property
+    def _shapes(self):
+        """Ranks and stride by name."""
         p = self.plan
         replicas = p.dp * p.cp
         shard = p.sharing
-        simple = {
+        in_node = np.gcd(replicas, np.maximum(self.node // p.tp, 1))
+        etp = p.tp // p.expert_spread
+        holders = replicas * p.expert_spread
+        expert_shard = np.asarray(
+            expert_sharing(shard, p.ep, p.expert_spread), dtype=np.int64
+        )
+        return {
             "tp": (p.tp, 1),
             "cp": (p.cp, p.tp),
             "dp": (replicas, p.tp),
             "shard": (shard, p.tp),
+            "replicate": (replicas // shard, p.tp * shard),
+            "node": (in_node, p.tp),
+            "across": (replicas // in_node, p.tp * in_node),
+            "pp": (p.pp, p.tp * replicas),
+            "same node": (2, 1),
+            "other node": (2, 1),
+            "ep": (p.ep, etp),
+            "etp": (etp, 1),
+            "edp": (holders // p.ep, etp * p.ep),
+            "expert-shard": (expert_shard, etp * p.ep),
+            "expert-replicate": (
+                holders // (p.ep * expert_shard),
+                etp * p.ep * expert_shard,
+            ),
         }
-        if name in simple:
-            return simple[name]
-        if name == "replicate":
-            return replicas // shard, p.tp * shard
-        if name in ("node", "across"):
-            in_node = np.gcd(replicas, np.maximum(self.node // p.tp, 1))
-            return (
-                (in_node, p.tp)
-                if name == "node"
-                else (replicas // in_node, p.tp * in_node)
-            )
-        if name == "pp":
-            return p.pp, p.tp * replicas
-        if name in ("same node", "other node"):
-            return 2, 1
-        etp = p.tp // p.expert_spread
-        holders = replicas * p.expert_spread
-        if name in ("ep", "etp", "edp"):
-            return {
-                "ep": (p.ep, etp),
-                "etp": (etp, 1),
-                "edp": (holders // p.ep, etp * p.ep),
-            }[name]
-        expert_shard = np.asarray(
-            expert_sharing(shard, p.ep, p.expert_spread), dtype=np.int64
-        )
-        if name == "expert-shard":
-            return expert_shard, etp * p.ep
-        return holders // (p.ep * expert_shard), etp * p.ep * expert_shard
 
 
 def member_name(name: str, rank: int, count: int, stride: int) -> str:

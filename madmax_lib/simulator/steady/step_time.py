@@ -12,7 +12,7 @@ from functools import reduce
 
 import numpy as np
 
-from madmax_lib.plan.columns import Plans
+from madmax_lib.plan import Plans
 from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.costs.layer_time import LAYER_PARTS
 from madmax_lib.simulator.costs.prices import Prices
