@@ -144,7 +144,6 @@ CALLS = cells(
     Space(tp=X) | () | tp=() leaves nothing
     Space(quantised=X) | "yes" | must be True or False
     Space(tp_beyond_node=X) | 1 | must be True or False
-    held(fused_loss=X) | "no" | must be True or False
     Transformer("t", **SMALL, gated=X) | "no" | must be True or False
     replace(LINK, in_network_reduction=X) | 2 | must be True or False
     mm.Plan(zero=X) | 7 | zero=7 is not one of

@@ -69,7 +69,6 @@ def memory(
     optimizer: str = "adam",
     software: str | Software | None = None,
     imbalance: float | str = 1.0,
-    fused_loss: bool | None = None,
     trainable: float = 1.0,
     cluster: Cluster | str | None = None,
 ) -> pd.DataFrame:
@@ -82,7 +81,6 @@ def memory(
     `data/software.csv` or one of your own; `default_software` if None. imbalance: of
     experts, as in `Case`. optimizer: adam, momentum, sgd or muon, which leaves tables and
     head to Adam.
-    fused_loss: cross entropy without fp32 logits, as the software has it if None.
     trainable: share of the parameters with gradients. cluster: that the plan fills, for
     what its processes hold beside the step; any GPUs if None. phase: when the bytes are
     there, see `peak_bytes`. Offload is not counted, all lies on the device: see `fits`
@@ -101,7 +99,6 @@ def memory(
         raise ValueError(
             f"trainable={short_repr(trainable)} must be a share of the parameters, 0..1"
         )
-    require_type("fused_loss", fused_loss, bool | None)
     case = Case(
         model,
         cluster,
@@ -122,7 +119,7 @@ def memory(
         raise ValueError(
             "schedule='gpipe' keeps every micro-batch, global_batch is needed"
         )
-    parts = bytes_by_component(case, fused_loss, trainable)
+    parts = bytes_by_component(case, trainable)
     rows = [
         (stage, name, PHASES[name], float(size[stage]))
         for stage in range(plan.pp)
@@ -131,17 +128,15 @@ def memory(
     return pd.DataFrame(rows, columns=["stage", "component", "phase", "size_bytes"])
 
 
-def bytes_by_component(case: Case, *options) -> dict[str, np.ndarray]:
-    """Bytes by component of each pipeline stage, (pp,). options: fused_loss and
-    trainable as in `memory`.
-    """
+def bytes_by_component(case: Case, trainable: float = 1.0) -> dict[str, np.ndarray]:
+    """Bytes by component of each pipeline stage, (pp,). trainable: as in `memory`."""
     plan = case.plan
     stages = np.arange(plan.pp)
     if isinstance(case.model, DLRM):
-        parts = _dlrm_bytes(case, *options)
+        parts = _dlrm_bytes(case, trainable)
     else:
         layers = held_layers(case.model, plan, case.software or default_software(plan))
-        parts = stage_bytes(case, stages, layers, *options)
+        parts = stage_bytes(case, stages, layers, trainable)
     return {name: np.broadcast_to(size, stages.shape) for name, size in parts.items()}
 
 
@@ -274,24 +269,20 @@ def _published_shares(folder):
     }
 
 
-def stage_bytes(case: Case, stage, layers: dict, *options) -> dict[str, np.ndarray]:
+def stage_bytes(
+    case: Case, stage, layers: dict, trainable: float = 1.0
+) -> dict[str, np.ndarray]:
     """Bytes by component of a pipeline stage; the plans of the case, stage and numbers
     of layers may be arrays.
 
-    layers: of the stage, of each kind (`held_layers`). options: fused_loss
-    and trainable as in `memory`. Raises ValueError for unknown software or dtype.
+    layers: of the stage, of each kind (`held_layers`). trainable: as in `memory`.
+    Raises ValueError for unknown software or dtype.
     """
-    parts = _tensor_bytes(case, stage, layers, *options)
+    parts = _tensor_bytes(case, stage, layers, trainable)
     return parts | _overhead(case, parts)
 
 
-def _tensor_bytes(
-    case,
-    stage,
-    layers,
-    fused_loss=None,
-    trainable=1.0,
-):
+def _tensor_bytes(case, stage, layers, trainable=1.0):
     """`stage_bytes` of tensors."""
     model = case.model
     p = case.plan
@@ -318,7 +309,7 @@ def _tensor_bytes(
     tokens = model.predicted_share * model.decoder_tokens(tokens)
     outputs = p.micro_batch * model.classes if model.image else tokens * model.vocab
     of_logit = software.fused_logit_bytes
-    if not (software.fused_loss if fused_loss is None else fused_loss):
+    if not software.fused_loss:
         split = software.split_logit_bytes or software.logit_bytes
         of_logit = np.where(p.tp > 1, split, software.logit_bytes)
     if "logits" in software.keeps:
@@ -354,11 +345,7 @@ def _tensor_bytes(
     }
 
 
-def _dlrm_bytes(
-    case,
-    fused_loss=None,
-    trainable=1.0,
-):
+def _dlrm_bytes(case, trainable):
     """Bytes by component of a recommendation model: fp16 tables over all devices, fp32
     dense layers by ZeRO stage.
 

@@ -8,7 +8,6 @@ on a rank with a device, launched work: capturing a graph computes nothing.
 
 import re
 import warnings
-from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
@@ -18,7 +17,7 @@ from madmax_lib.timeline import BUSY_KINDS, Timeline, cached_per_timeline, with_
 from madmax_lib.traces.operators.op_flops import operator_costs
 from madmax_lib.traces.read.events import TraceWarning
 from madmax_lib.traces.read.nesting import Nest, thread_of
-from madmax_lib.traces.tables import covered, largest_first, ratio, stacked
+from madmax_lib.traces.tables import largest_first, ratio, stacked
 from madmax_lib.traces.waits.launch import device_work
 
 OUTSIDE = "outside of operators"
@@ -150,41 +149,6 @@ def kernels(timeline: Timeline) -> pd.DataFrame:
     by_name = spans.groupby(["rank", "kind", "name"], observed=True)["dur_ns"]
     table = _in_seconds(by_name.agg(**how).reset_index(), "total_s")
     return with_origin(largest_first(table, "total_s", "rank", "name"), timeline)
-
-
-def kernel_types(timeline: Timeline, kinds: Sequence[str] = BUSY_KINDS) -> pd.DataFrame:
-    """Busy time of each rank by the kinds that run at the same moment: rank, kinds,
-    total_s, share (of busy, 0..1).
-
-    kinds: "compute" alone, "compute + comm" side by side, ...; their times add up to
-    the busy time. Kinds that are not asked for count as idle, as HTA's kernel breakdown
-    leaves out copies by default.
-    """
-    rows = []
-    for rank in timeline.ranks:
-        spans = timeline.spans[timeline.spans["rank"] == rank]
-        stretches = [covered(spans[spans["kind"] == kind]) for kind in kinds]
-        # (2m,) starts, then ends of the m covered stretches of each kind
-        times = np.concatenate([each.T.ravel() for each in stretches])
-        # Each kind is a bit of the state: added where a stretch starts, taken off at
-        # its end. Stretches of one kind are disjoint, so the sum is the set of kinds
-        # that run.
-        changes = [
-            np.repeat([1 << bit, -(1 << bit)], len(each))
-            for bit, each in enumerate(stretches)
-        ]
-        change = np.concatenate(changes)
-        order = np.argsort(times, kind="stable")
-        running = np.cumsum(change[order])[:-1]
-        lasting = np.diff(times[order])
-        for state in range(1, 1 << len(kinds)):
-            if (time_ns := lasting[running == state].sum()) > 0:
-                together = [kind for bit, kind in enumerate(kinds) if state >> bit & 1]
-                rows.append((rank, " + ".join(together), time_ns / NS_PER_S))
-    table = pd.DataFrame(rows, columns=["rank", "kinds", "total_s"])
-    of_rank = table.groupby("rank")["total_s"].transform("sum")
-    table["share"] = ratio(table["total_s"], of_rank)
-    return with_origin(table, timeline)
 
 
 @cached_per_timeline
