@@ -6,7 +6,6 @@ import madmax_lib as mm
 from madmax_lib.papers.studies import memory_wall as wall
 from madmax_lib.simulator.memory.memory import PHASES
 from madmax_lib.view.drawing import COMPONENTS, components_key, figure_data
-from madmax_lib.view.plots.plans import plot_trials
 from madmax_lib.view.plots.predicted import plot_causes, plot_streams
 
 CLUSTER, MODEL = mm.cluster("hetero-4xv100"), wall.shape("gpt2_3b")
@@ -47,17 +46,3 @@ def test_every_component_of_memory_has_a_colour_of_its_own():
         and len({*COMPONENTS.values(), *components_key(["?"]).values()})
         == len(COMPONENTS) + 1
     )
-
-
-def test_trials_are_drawn_as_the_best_so_far():
-    shown = figure_data(
-        plot_trials(
-            {"tuner": pd.Series([None, 2.0, 1.0]), "order": pd.Series([4.0, 8.0])}
-        )
-    )
-    assert shown["trial"].tolist() == [1, 2, 3, 1, 2]
-    assert shown["slower"].fillna(-1).tolist() == [-1, 1.0, 0.0, 3.0, 3.0]
-    title = plot_trials(
-        {"tuner": pd.Series([1.0]), "order": pd.Series([2.0])}
-    ).get_title()
-    assert title == "Trials until within 5% of the best: tuner 1, order never"
