@@ -6,7 +6,8 @@ import madmax_lib as mm
 from madmax_lib.papers.studies import memory_wall as wall
 from madmax_lib.simulator.memory.memory import PHASES
 from madmax_lib.view.drawing import COMPONENTS, components_key, figure_data
-from madmax_lib.view.plots.predicted import plot_causes, plot_streams
+from madmax_lib.view.plots.breakdown import plot_timeline
+from madmax_lib.view.plots.predicted import plot_causes
 
 CLUSTER, MODEL = mm.cluster("hetero-4xv100"), wall.shape("gpt2_3b")
 RUN = MODEL, CLUSTER, mm.Plan.parse("dp4.mb16.full.offload-chunks")
@@ -30,10 +31,10 @@ def test_causes_are_what_nothing_hides():
 
 def test_streams_are_blocks_of_the_step():
     step = mm.simulate(*RUN, global_batch=64, dtype="fp16")
-    drawn = figure_data(plot_streams(step))
-    assert {"device computes", "host computes", "copies to the host"} <= set(
-        drawn["row"]
-    )
+    ax = plot_timeline(step, hosts=True)
+    rows = {label.get_text().split(" · ")[1] for label in ax.get_yticklabels()}
+    assert {"device computes", "host computes", "copies to the host"} <= rows
+    drawn = figure_data(ax)
     assert (drawn["start_s"] + drawn["dur_s"]).max() <= mm.breakdown(step)[
         "total_s"
     ].max() * 1.001

@@ -35,16 +35,23 @@ _LEGIBLE = 0.08  # share of a bar above which a number fits on it
 
 
 def plot_timeline(
-    timeline: Timeline, ax: Axes | None = None, *, step: int | None = None
+    timeline: Timeline,
+    ax: Axes | None = None,
+    *,
+    step: int | None = None,
+    hosts: bool = False,
 ) -> Axes:
     """Rows by rank and stream, colour by kind, for one step (the first if none is
     given), in ms from its start.
 
-    Raises ValueError for a step that the timeline does not have.
+    hosts: with what host threads do, as other work. Raises ValueError for a step that
+    the timeline does not have.
     See also: mm.view_timeline, mm.save_figure.
     """
     require_type("timeline", timeline, Timeline)
-    spans = timeline.spans[timeline.spans["kind"].isin(BUSY_KINDS)]
+    kind = timeline.spans["kind"].astype(object)
+    spans = timeline.spans.assign(kind=kind.replace("cpu", "other") if hosts else kind)
+    spans = spans[spans["kind"].isin(BUSY_KINDS)]
     # without steps all spans have step -1
     spans = spans[spans["step"].isin(timeline.one_step(step) or [-1])]
     if not len(spans):

@@ -5,20 +5,14 @@ component.
 import pandas as pd
 from matplotlib.axes import Axes
 
-from madmax_lib.base import NS_PER_S, format_s
 from madmax_lib.catalog import data_file
-from madmax_lib.simulator.events.engine import Stream
 from madmax_lib.simulator.memory.memory import PHASES
-from madmax_lib.timeline import Timeline
 from madmax_lib.view.drawing import (
     DASHED,
     GIB,
     SERIES,
     bar_chart,
-    blocks,
     components_key,
-    finish,
-    kind_fills,
     line_key,
     new_axes,
     patch_key,
@@ -28,8 +22,6 @@ from madmax_lib.view.drawing import (
 STEP_PARTS = pd.read_csv(data_file("view/step_parts.csv"), index_col="column")
 _CAUSES = STEP_PARTS["part"][STEP_PARTS["kind"] == "comm"].to_dict()
 _MOST_STAGES = 12
-# of what runs on a stream; others compute
-_KINDS = {"memcpy": "memcpy", "comm": "comm", "cpu": "other"}
 
 
 def plot_causes(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -95,36 +87,3 @@ def plot_components(
     )
     ax.axvline(room_bytes / GIB, **DASHED)
     return ax
-
-
-def plot_streams(timeline: Timeline, ax: Axes | None = None) -> Axes:
-    """Work of device, links and host of one rank in an offloaded step. timeline:
-    simulated, with offload.
-    """
-    spans = timeline.select(ranks=timeline.ranks[:1]).spans
-    # idle spans too: the step ends with the last of them
-    end_ns = spans["start_ns"] + spans["dur_ns"]
-    busy = spans[spans["kind"] != "idle"]
-    streams = [stream for stream in Stream if (busy["stream"] == stream).any()]
-    ax = ax or new_axes(height=1.0 + 0.34 * len(streams))
-    # one colour per stream: of the kind of its first work
-    kind = busy.groupby("stream")["kind"].first().map(_KINDS).astype(object)
-    rows = busy["stream"].map(streams.index)
-    kinds = busy["stream"].map(kind.fillna("compute"))
-    fills = kind_fills((*_KINDS.values(), "compute"), timeline.meta.source)
-    work = busy.assign(place=rows, kind=kinds)
-    drawn = blocks(ax, work, fills, int(end_ns.max()))
-    drawn.insert(0, "row", [streams[row].label for row in drawn["place"]])
-    # passes are what the device computes before the optimizer's update
-    is_pass = (spans["stream"] == Stream.COMPUTE) & (spans["kind"] == "compute")
-    passes_s = end_ns[is_pass & (spans["name"] != "adam")].max() / NS_PER_S
-    step_s = end_ns.max() / NS_PER_S
-    return finish(
-        ax,
-        drawn.drop(columns=["place", "kind"]),
-        f"Passes end after {format_s(passes_s)}, the step after {format_s(step_s)}",
-        x="time in the step [ms]",
-        rows=[stream.label for stream in streams],
-        reach=step_s * 1e3,
-        origin=timeline,
-    )
