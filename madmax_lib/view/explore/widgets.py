@@ -167,16 +167,20 @@ def interactive() -> bool:
     )
 
 
-def view_bundle(widget, draw) -> tuple[dict, dict]:
+def view_bundle(widget, draw, about: str = "") -> tuple[dict, dict]:
     """MIME bundle of a notebook's output: the live widget (None: none), and the static
-    picture of draw() (None: none) beside it.
+    picture of draw() (None: none) beside it, below HTML about it.
     """
     bundle = {"text/plain": "a widget; run the notebook to see it"}
     if draw is not None:
         figure = draw()
         with io.BytesIO() as file:
             figure.savefig(file, format="png", dpi=110)
-            bundle["image/png"] = base64.b64encode(file.getvalue()).decode()
+            png = base64.b64encode(file.getvalue()).decode()
+        bundle["image/png"] = png
+        if about:
+            picture = f'<img src="data:image/png;base64,{png}" alt="as it stands">'
+            bundle["text/html"] = about + picture
         plt.close(figure)
     if widget is not None:
         version = {"version_major": 2, "version_minor": 0}
