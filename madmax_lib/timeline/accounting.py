@@ -22,7 +22,6 @@ from madmax_lib.base import (
     union,
 )
 from madmax_lib.base.fields import require_type
-from madmax_lib.timeline.kinds import collectives_of
 from madmax_lib.timeline.timeline import (
     BUSY_KINDS,
     Timeline,
@@ -114,36 +113,6 @@ def window_ns(timeline: Timeline, start_s: float, end_s: float) -> tuple[int, in
     if math.isfinite(end_s):
         last_ns = min(last_ns, zero_ns + round(end_s * NS_PER_S))
     return low_ns, last_ns
-
-
-def exposed_by_collective(
-    timeline: Timeline, collective: np.ndarray | None = None
-) -> pd.DataFrame:
-    """Communication by collective: rank, collective, count, comm_s, exposed_s (not
-    under compute), size_bytes.
-
-    Collectives that run side by side each count in full, so the exposed times of a rank
-    can sum to more than its exposed_comm_s. size_bytes is NaN when a span of the
-    collective does not tell its size. collective: of each of the communication spans
-    (n,); left out, what the names tell.
-    """
-    spans = timeline.spans
-    comm = spans[spans["kind"] == "comm"]
-    compute = spans[spans["kind"] == "compute"]
-    if collective is None:
-        # a million spans have some dozen names: each name is looked up once
-        names = comm["name"].cat.remove_unused_categories()
-        of_name = collectives_of(timeline, list(names.cat.categories))
-        collective = of_name[names.cat.codes]
-    rows = []
-    for (rank, name), part in comm.groupby([comm["rank"], collective]):
-        row = {"rank": int(rank), "collective": name, "count": len(part)}
-        row["comm_s"] = total(_intervals(part)) / NS_PER_S
-        row["exposed_s"] = exposed_s(part, compute)
-        row["size_bytes"] = part["size_bytes"].sum(skipna=False)
-        rows.append(row)
-    columns = ["rank", "collective", "count", "comm_s", "exposed_s", "size_bytes"]
-    return with_origin(pd.DataFrame(rows, columns=columns), timeline)
 
 
 def exposed_s(spans: pd.DataFrame, others: pd.DataFrame) -> float:

@@ -8,6 +8,7 @@ from matplotlib.axes import Axes
 from madmax_lib.base import NS_PER_S, format_s
 from madmax_lib.base.fields import require_type
 from madmax_lib.timeline import BUSY_KINDS, Timeline
+from madmax_lib.traces.tables import busy_spans, ends_ns
 from madmax_lib.view.drawing import (
     bar_chart,
     blocks,
@@ -49,15 +50,17 @@ def plot_timeline(
     See also: mm.view_timeline, mm.save_figure.
     """
     require_type("timeline", timeline, Timeline)
-    kind = timeline.spans["kind"].astype(object)
-    spans = timeline.spans.assign(kind=kind.replace("cpu", "other") if hosts else kind)
-    spans = spans[spans["kind"].isin(BUSY_KINDS)]
+    spans = timeline.spans
+    if hosts:
+        kind = spans["kind"].astype(object)
+        spans = spans.assign(kind=kind.replace("cpu", "other"))
+    spans = busy_spans(spans)
     # without steps all spans have step -1
     spans = spans[spans["step"].isin(timeline.one_step(step) or [-1])]
     if not len(spans):
         raise ValueError("nothing to draw: no span of kind " + ", ".join(BUSY_KINDS))
     spans = spans.assign(start_ns=spans["start_ns"] - spans["start_ns"].min())
-    reach_ns = int((spans["start_ns"] + spans["dur_ns"]).max())
+    reach_ns = int(ends_ns(spans).max())
     rows = lanes(spans, timeline.meta)
     ax = ax or new_axes(height=0.9 + 0.24 * len(rows))
     fills = kind_fills(BUSY_KINDS, timeline.meta.source)

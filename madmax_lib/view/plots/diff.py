@@ -5,8 +5,6 @@ kind, operation by operation.
 it comes from.
 """
 
-from typing import NamedTuple
-
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
@@ -14,6 +12,7 @@ from matplotlib.axes import Axes
 from madmax_lib.base import NS_PER_S, format_s
 from madmax_lib.timeline import BUSY_KINDS, Timeline
 from madmax_lib.traces.diff import align_ranks, align_steps, compare, op_names
+from madmax_lib.traces.tables import busy_spans, ends_ns
 from madmax_lib.view.drawing import (
     COLORS,
     LABELS,
@@ -48,15 +47,6 @@ _GAP = 0.9  # rows between the two sides of a pair
 _LONGEST_NAME = 40  # letters; of longer names of kernels only the operation is shown
 
 
-class _Side(NamedTuple):
-    """Step of one timeline, its spans from 0."""
-
-    about: str
-    source: str
-    spans: pd.DataFrame
-    end_ns: int
-
-
 def plot_pair(
     a: Timeline,
     b: Timeline,
@@ -73,46 +63,35 @@ def plot_pair(
     """
     table = compare(a, b, labels=labels)
     labels = table.attrs["labels"]
-    sides = _sides(a, b)
-    here = pd.concat([side.spans["kind"] for side in sides]).unique()
-    kinds = [kind for kind in BUSY_KINDS if kind in here]
+    names, sides = zip(*_first_steps(a, b), strict=True)
+    here = pd.concat(sides)["kind"]
+    kinds = [kind for kind in BUSY_KINDS if (here == kind).any()]
     if not kinds:
         raise ValueError(_NOTHING)
     ax = ax or new_axes(height=1.6 + 0.5 * len(kinds))
-    reach_ns = max(side.end_ns for side in sides)
-    tops = (0.0, len(kinds) + _GAP)  # the first row of each side
+    lasts_ns = [int(ends_ns(side).max()) if len(side) else 0 for side in sides]
+    reach_ns = max(lasts_ns)
     drawn = []
-    for name, side, top, label in zip("ab", sides, tops, labels, strict=True):
-        end_s = side.end_ns / NS_PER_S
-        note(
-            ax,
-            0,
-            top - 0.5,
-            f"{label}: {side.about}, {format_s(end_s)}",
-            dx=2,
-            dy=1,
-            va="bottom",
-            fontsize=8,
-        )
-        # a row for each kind below the first row of the side
-        rows = top + side.spans["kind"].astype(object).map(kinds.index)
-        part = blocks(
-            ax,
-            side.spans.assign(place=rows),
-            kind_fills(kinds, side.source),
-            _LEAST_WIDTH * reach_ns,
-        )
-        drawn.append(part.assign(side=name))
-        bottom = top + len(kinds) - 0.55
-        ax.vlines(end_s * 1e3, top - 0.45, bottom, color="black", linewidth=0.8)
-    # both sides have the same rows
-    ticks = [top + row for top in tops for row in range(len(kinds))]
+    ticks = []
+    for number, side in enumerate(sides):
+        # a row for each kind, below those of the other side
+        top = number * (len(kinds) + _GAP)
+        rows = {kind: top + row for row, kind in enumerate(kinds)}
+        ticks += rows.values()
+        end_s = lasts_ns[number] / NS_PER_S
+        text = f"{labels[number]}: {names[number]}, {format_s(end_s)}"
+        note(ax, 0, top - 0.5, text, dx=2, dy=1, va="bottom", fontsize=8)
+        placed = side.assign(place=side["kind"].astype(object).map(rows))
+        fills = kind_fills(kinds, table.attrs["sources"][number])
+        part = blocks(ax, placed, fills, _LEAST_WIDTH * reach_ns)
+        drawn.append(part.assign(side="ab"[number]))
+        ends = (top - 0.45, ticks[-1] + 0.45)
+        ax.vlines(end_s * 1e3, *ends, color="black", linewidth=0.8)
     ax.set_yticks(ticks, [LABELS[kind] for kind in kinds] * 2)
-    change = _change(labels, *(side.end_ns for side in sides))
     return finish(
         ax,
         pd.concat(drawn)[["side", "kind", "start_s", "dur_s"]],
-        f"{change} in this step",
+        f"{_change(labels, *lasts_ns)} in this step",
         x="time from the start of the step [ms]",
         reach=1.01e3 * reach_ns / NS_PER_S,
         ylim=(ticks[-1] + 0.6, -1.2),
@@ -120,27 +99,19 @@ def plot_pair(
     )
 
 
-def _sides(a, b):
-    """The first pair of steps and ranks that correspond."""
+def _first_steps(a, b):
+    """Name and spans, from 0, of the first pair of steps and ranks that correspond."""
     steps = align_steps(a, b)
     ranks = align_ranks(a, b)
     if not len(steps):
         raise ValueError(_NOTHING)
-    sides = []
     for name, timeline in (("a", a), ("b", b)):
         rank = ranks[f"rank_{name}"].iloc[0] if len(ranks) else timeline.ranks[0]
         step = steps[f"step_{name}"].iloc[0]
         # ranks and steps of two runs have numbers of their own
-        spans = timeline.select(ranks=[rank], steps=[step]).spans
-        spans = spans[spans["kind"].isin(BUSY_KINDS)]
-        spans = spans.assign(start_ns=spans["start_ns"] - spans["start_ns"].min())
-        end_ns = (spans["start_ns"] + spans["dur_ns"]).max() if len(spans) else 0
-        sides.append(
-            _Side(
-                f"step {step} of rank {rank}", timeline.meta.source, spans, int(end_ns)
-            )
-        )
-    return sides
+        spans = busy_spans(timeline.select(ranks=[rank], steps=[step]).spans)
+        start_ns = spans["start_ns"] - spans["start_ns"].min()
+        yield f"step {step} of rank {rank}", spans.assign(start_ns=start_ns)
 
 
 def plot_compare(table: pd.DataFrame, ax: Axes | None = None) -> Axes:

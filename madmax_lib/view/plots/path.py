@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from madmax_lib.base import NS_PER_S, format_s
 from madmax_lib.timeline import BUSY_KINDS, Timeline
 from madmax_lib.traces.critical_path import PATH_KINDS
+from madmax_lib.traces.tables import ends_ns
 from madmax_lib.view.drawing import (
     COLORS,
     LABELS,
@@ -134,6 +135,6 @@ def plot_what_if(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
 
 def _within(spans, reach_ns):
     """The spans inside a window from 0, cut at its ends."""
-    end_ns = (spans["start_ns"] + spans["dur_ns"]).clip(upper=reach_ns)
+    end_ns = ends_ns(spans).clip(upper=reach_ns)
     start_ns = spans["start_ns"].clip(lower=0)
     return spans.assign(start_ns=start_ns, dur_ns=end_ns - start_ns)[start_ns < end_ns]
