@@ -173,19 +173,23 @@ def view_bundle(widget, draw, about: str = "") -> tuple[dict, dict]:
     """
     bundle = {"text/plain": "a widget; run the notebook to see it"}
     if draw is not None:
-        figure = draw()
-        with io.BytesIO() as file:
-            figure.savefig(file, format="png", dpi=110)
-            png = base64.b64encode(file.getvalue()).decode()
+        png = base64.b64encode(png_of(draw())).decode()
         bundle["image/png"] = png
         if about:
             picture = f'<img src="data:image/png;base64,{png}" alt="as it stands">'
             bundle["text/html"] = about + picture
-        plt.close(figure)
     if widget is not None:
         version = {"version_major": 2, "version_minor": 0}
         bundle[_VIEW] = version | {"model_id": widget.model_id}
     return bundle, {}
+
+
+def png_of(figure: plt.Figure) -> bytes:
+    """A figure as PNG; it is closed."""
+    with io.BytesIO() as file:
+        figure.savefig(file, format="png", dpi=110)
+        plt.close(figure)
+        return file.getvalue()
 
 
 def widget_class(script: str, style: str = "", **values):

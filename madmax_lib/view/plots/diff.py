@@ -10,6 +10,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from madmax_lib.base import NS_PER_S, format_s
+from madmax_lib.catalog import data_file
 from madmax_lib.timeline import BUSY_KINDS, Timeline
 from madmax_lib.traces.diff import align_ranks, align_steps, compare, op_names
 from madmax_lib.traces.tables import busy_spans, ends_ns
@@ -30,15 +31,8 @@ from madmax_lib.view.drawing import (
     short_name,
 )
 
-_QUANTITIES = {  # of `compare`: colour, name
-    "compute_s": (COLORS["compute"], "compute"),
-    "comm_s": (COLORS["comm"], "communication"),
-    "exposed_comm_s": (COLORS["comm"], "exposed communication"),
-    "memory_s": (COLORS["memcpy"], "copies"),
-    "idle_s": (COLORS["idle"], "idle"),
-    "total_s": (PLAIN, "step"),
-    "step_s": (PLAIN, "step"),  # of `gate`
-}
+# of `compare`, and step_s of `gate`
+_QUANTITIES = pd.read_csv(data_file("view/quantities.csv"), index_col="quantity")
 _NOTHING = "nothing to draw: one of the timelines has no span of kind " + ", ".join(
     BUSY_KINDS
 )
@@ -118,7 +112,7 @@ def plot_compare(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Grouped bars of `compare`: each quantity in `a` above `b`, with the difference as
     text; lines from min to max.
     """
-    quantities = table.set_index("quantity").reindex(list(_QUANTITIES))
+    quantities = table.set_index("quantity").reindex(_QUANTITIES.index)
     # the title is about the step, whatever has a row
     total = quantities.loc["total_s"]
     # what neither side has, such as copies, has no row
@@ -133,12 +127,12 @@ def plot_compare(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     texts = texts.where(meaningful, "")
     key = {}
     for number, (side, label) in enumerate(zip("ab", labels, strict=True)):
-        colors = [_QUANTITIES[quantity][0] for quantity in quantities.index]
+        fills = _QUANTITIES["fill"][quantities.index]
         ends = (quantities[f"{side}_min"] * 1e3, quantities[f"{side}_max"] * 1e3)
         bars(
             ax,
             quantities[side] * 1e3,
-            fill=[_side_fill(color, table.attrs, number) for color in colors],
+            fill=[_side_fill(fill, table.attrs, number) for fill in fills],
             slot=(number, 2),
             error=ends,
             notes=texts if side == "b" else None,
@@ -149,7 +143,7 @@ def plot_compare(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         quantities.reset_index(),
         _change(labels, total["a"], total["b"]),
         x="time per step and rank [ms]",
-        rows=[_QUANTITIES[quantity][1] for quantity in quantities.index],
+        rows=_QUANTITIES["name"][quantities.index],
         key=key,
     )
 
