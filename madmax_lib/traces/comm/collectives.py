@@ -143,12 +143,24 @@ def exposed_by_collective(timeline: Timeline) -> pd.DataFrame:
         collective = of_name[names.cat.codes]
     rows = []
     for (rank, name), part in comm.groupby([comm["rank"], collective]):
-        row = {"rank": int(rank), "collective": name, "count": len(part)}
-        row["comm_s"] = total(pack(part["start_ns"], part["dur_ns"])) / NS_PER_S
-        row["exposed_s"] = exposed_s(part, compute)
-        row["size_bytes"] = part["size_bytes"].sum(skipna=False)
+        comm_ns = total(pack(part["start_ns"], part["dur_ns"]))
+        row = (
+            int(rank),
+            name,
+            len(part),
+            comm_ns / NS_PER_S,
+            exposed_s(part, compute),
+            part["size_bytes"].sum(skipna=False),
+        )
         rows.append(row)
-    columns = ["rank", "collective", "count", "comm_s", "exposed_s", "size_bytes"]
+    columns = [
+        "rank",
+        "collective",
+        "count",
+        "comm_s",
+        "exposed_s",
+        "size_bytes",
+    ]
     return with_origin(pd.DataFrame(rows, columns=columns), timeline)
 
 
