@@ -25,10 +25,10 @@ import pandas as pd
 
 from madmax_lib.base.fields import require_number, require_type
 from madmax_lib.base.units import NS_PER_S
-from madmax_lib.timeline.timeline import BUSY_KINDS, Timeline, with_origin
+from madmax_lib.timeline.timeline import BUSY_KINDS, Timeline, busy_spans, with_origin
 from madmax_lib.traces.diff import op_names
 from madmax_lib.traces.operators.memory import peak
-from madmax_lib.traces.tables import busy_spans, ratio
+from madmax_lib.traces.tables import ratio
 from madmax_lib.traces.waits.step_times import steps
 
 _LEVEL = 0.05

@@ -13,11 +13,11 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib.base import NS_PER_S
-from madmax_lib.timeline import Timeline, cached_per_timeline, with_origin
+from madmax_lib.timeline import Timeline, busy_spans, cached_per_timeline, with_origin
 from madmax_lib.traces.operators.op_flops import operator_costs
 from madmax_lib.traces.read.events import TraceWarning
 from madmax_lib.traces.read.nesting import Nest, thread_of
-from madmax_lib.traces.tables import busy_spans, largest_first, ratio, stacked
+from madmax_lib.traces.tables import largest_first, ratio, stacked
 from madmax_lib.traces.waits.launch import device_work
 
 OUTSIDE = "outside of operators"

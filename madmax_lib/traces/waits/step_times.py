@@ -17,13 +17,14 @@ from madmax_lib.base import NS_PER_S
 from madmax_lib.base.fields import require_type
 from madmax_lib.timeline import (
     Timeline,
+    busy_spans,
     cached_per_timeline,
+    ends_ns,
     rank_breakdown,
     with_origin,
 )
 from madmax_lib.traces.read.nesting import Nest
 from madmax_lib.traces.read.steps import step_spans
-from madmax_lib.traces.tables import busy_spans, ends_ns
 from madmax_lib.traces.waits.launch import device_work
 
 _PARTS = (

@@ -23,8 +23,7 @@ from matplotlib import pyplot as plt
 
 from madmax_lib.base import format_s
 from madmax_lib.base.fields import require_type
-from madmax_lib.timeline import Timeline, breakdown_between
-from madmax_lib.traces.tables import busy_spans
+from madmax_lib.timeline import Timeline, breakdown_between, busy_spans
 from madmax_lib.view.drawing import lanes
 from madmax_lib.view.explore.canvas import columns
 from madmax_lib.view.notebooks.environment import shell

@@ -7,8 +7,7 @@ from matplotlib.axes import Axes
 
 from madmax_lib.base import NS_PER_S, format_s
 from madmax_lib.base.fields import require_type
-from madmax_lib.timeline import BUSY_KINDS, Timeline
-from madmax_lib.traces.tables import busy_spans, ends_ns
+from madmax_lib.timeline import BUSY_KINDS, Timeline, busy_spans, ends_ns
 from madmax_lib.view.drawing import (
     bar_chart,
     blocks,

@@ -11,9 +11,8 @@ from matplotlib.axes import Axes
 
 from madmax_lib.base import NS_PER_S, format_s
 from madmax_lib.catalog import data_file
-from madmax_lib.timeline import BUSY_KINDS, Timeline
+from madmax_lib.timeline import BUSY_KINDS, Timeline, busy_spans, ends_ns
 from madmax_lib.traces.diff import align_ranks, align_steps, compare, op_names
-from madmax_lib.traces.tables import busy_spans, ends_ns
 from madmax_lib.view.drawing import (
     COLORS,
     LABELS,
