@@ -17,7 +17,6 @@ from madmax_lib.view.drawing import (
     line_key,
     log_axis,
     new_axes,
-    note,
     plural,
     shorten,
 )
@@ -60,9 +59,6 @@ def plot_constants(
     look = {"hue": "state", "style": "state", "palette": SERIES[: len(labels)]}
     seaborn.scatterplot(at, x="fitted", y="row", **look, s=25, zorder=3, ax=ax)
     ax.set(xlabel="", ylabel="")
-    # a column of values at the right
-    for row, value in enumerate(table["fitted"]):
-        note(ax, 1.02, row, f"{value:.3g}", dx=0, fontsize=6.5)
     ax.set_xticks([0, 0.5, 1], ["lower bound", "scale of the fit", "upper bound"])
     ax.tick_params(axis="y", labelsize=6.5)
     columns = ["start", "low", "high", *names[1:], "moved", "learned", "state"]
@@ -71,13 +67,13 @@ def plot_constants(
         table[columns].rename_axis("constant").reset_index(),
         f"The rows fix {counts['fixed by rows']} of {len(table)} constants, "
         f"{counts['at a bound']} at a bound",
-        rows=table.index,
+        rows=table.index + table["fitted"].map(": {:.3g}".format),
         key=[
             *ax.get_legend_handles_labels()[0],
             line_key("prior, 90%", **_PRIOR),
         ],
         columns=3,
-        xlim=(-0.02, 1.1),
+        xlim=(-0.02, 1.02),
     )
 
 
