@@ -203,19 +203,26 @@ def operator_calls(timeline: Timeline) -> tuple[pd.DataFrame, pd.DataFrame]:
     labels = {"again": calls["name"], "shape_again": calls["name"] + calls["shapes"]}
     for column, label in labels.items():
         calls[column] = nest.within(np.ones(len(calls), dtype=bool), label.to_numpy())
-    costs = operator_costs(table.assign(name=calls["name"]))
-    # An operator that launched nothing, as in the capture of a graph, moved nothing.
-    costs.loc[on_device & (calls["kernels"] == 0), ["flops", "moved_bytes"]] = np.nan
     is_tf32 = spans["name"].str.contains(_TF32).to_numpy()[work["row"]]
     tf32 = nest.inclusive(nest.sums(call, is_tf32)) > 0
-    calls["dtype"] = costs["dtype"].mask(tf32 & (costs["dtype"] == "fp32"), "tf32")
+    costs = operator_costs(table.assign(name=calls["name"]))
+    return _with_costs(nest, calls, costs, tf32), work.assign(call=call)
+
+
+def _with_costs(nest, calls, costs, tf32):
+    """Calls with dtype, and with FLOPs and bytes where they count. tf32: (n,) whether
+    one of its kernels computes so.
+    """
+    # An operator that launched nothing, as in the capture of a graph, moved nothing.
+    is_idle = calls["on_device"] & (calls["kernels"] == 0)
+    costs.loc[is_idle, ["flops", "moved_bytes"]] = np.nan
     products, movers = _counted(nest, costs)
-    calls = calls.assign(
+    return calls.assign(
+        dtype=costs["dtype"].mask(tf32 & (costs["dtype"] == "fp32"), "tf32"),
         flops=costs["flops"].where(products),
         moved_bytes=costs["moved_bytes"].where(movers),
+        counted=products | nest.within(products),
     )
-    calls["counted"] = products | nest.within(products)
-    return calls, work.assign(call=call)
 
 
 def _counted(nest, costs):
