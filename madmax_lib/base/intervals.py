@@ -95,7 +95,9 @@ def reach(intervals: Intervals, times: np.ndarray) -> np.ndarray:
     """
     start, end = intervals.T
     begun = np.searchsorted(start, times, side="right")
-    return np.r_[np.iinfo(np.int64).min, end][begun]
+    least = np.iinfo(np.int64).min
+    ends = np.r_[least, end]
+    return ends[begun]
 
 
 def total(intervals: Intervals) -> int:

@@ -40,7 +40,8 @@ def clock_offsets(timeline: Timeline) -> pd.DataFrame:
     exact_ns, reference = _solve(_pairs(shared), ranks)
     offset_ns = np.rint(exact_ns)
     rest_ns = shared["end_ns"] - offset_ns[np.searchsorted(ranks, shared["rank"])]
-    apart_ns = (rest_ns - rest_ns.groupby(shared["call"]).transform("median")).abs()
+    middle_ns = rest_ns.groupby(shared["call"]).transform("median")
+    apart_ns = (rest_ns - middle_ns).abs()
     of_rank = apart_ns.groupby(shared["rank"])
     columns = {
         "reference": reference,
