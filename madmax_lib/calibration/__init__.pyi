@@ -10,7 +10,6 @@ from madmax_lib.calibration.judge.intervals import (
     constants_of as constants_of,
     determined_by as determined_by,
     level as level,
-    leverage as leverage,
     spread as spread,
     weighted_quantile as weighted_quantile,
     with_errors as with_errors,

@@ -30,10 +30,9 @@ from madmax_lib.plan import Case
 from madmax_lib.simulator import Parameters, bounds, shipped, step_time
 from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.uncertainty import log_width
-from madmax_lib.timeline import Timeline
 from madmax_lib.timeline.kinds import collective_names
+from madmax_lib.timeline.timeline import Timeline, ends_ns
 from madmax_lib.traces import calls
-from madmax_lib.traces.tables import ends_ns
 from madmax_lib.traces.waits.launch import device_work
 
 # part of a step: class of data/op_classes.csv whose pattern its kernels match, the

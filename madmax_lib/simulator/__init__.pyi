@@ -26,10 +26,7 @@ from madmax_lib.simulator.parts import (
     kernel_s as kernel_s,
     product_s as product_s,
 )
-from madmax_lib.simulator.power import (
-    power_phases as power_phases,
-    step_energy as step_energy,
-)
+from madmax_lib.simulator.power import step_energy as step_energy
 from madmax_lib.simulator.rates.compute import distinct_bins as distinct_bins
 from madmax_lib.simulator.rates.parameters import (
     Parameters as Parameters,

@@ -12,7 +12,6 @@ Adam.
 from collections.abc import Mapping
 
 import numpy as np
-import pandas as pd
 
 from madmax_lib.catalog import Cluster, Device
 from madmax_lib.simulator.steady.step_time import COMMUNICATION, COMPUTE
@@ -31,24 +30,6 @@ def device_energy_j(parts: Mapping[str, np.ndarray], device: Device) -> np.ndarr
     """
     seconds = _phases_s(parts, device).items()
     return device.tdp_w * sum(_SHARES[name] * spent for name, spent in seconds)
-
-
-def power_phases(row: Mapping[str, float], device: Device) -> pd.DataFrame:
-    """Power of a device by phase of a step: phase, seconds, power_w, low_w, high_w,
-    energy_j.
-
-    row: of `estimate`. Phases are compute, communication and waiting (launches, bubble,
-    host, transfers of offload), each the mean over its seconds. low_w and high_w:
-    `ERROR` either way, no less than 0 and no more than the TDP. Raises ValueError for a
-    device whose TDP is not known.
-    """
-    seconds = _phases_s(row, device).items()
-    table = pd.DataFrame(seconds, columns=["phase", "seconds"])
-    table["power_w"] = table["phase"].map(_SHARES) * device.tdp_w
-    table["low_w"] = (1 - ERROR) * table["power_w"]
-    table["high_w"] = np.minimum((1 + ERROR) * table["power_w"], device.tdp_w)
-    table["energy_j"] = table["seconds"] * table["power_w"]
-    return table
 
 
 def step_energy(

@@ -22,11 +22,12 @@ from madmax_lib.base import (
     union,
 )
 from madmax_lib.base.fields import require_type
-from madmax_lib.timeline.kinds import collectives_of
 from madmax_lib.timeline.timeline import (
     BUSY_KINDS,
     Timeline,
+    busy_spans,
     cached_per_timeline,
+    ends_ns,
     with_origin,
 )
 
@@ -56,8 +57,8 @@ def breakdown(timeline: Timeline) -> pd.DataFrame:
     by_hta = timeline.meta.provenance.get("rules") == "hta"
     if timeline.meta.source == "simulated" and not by_hta:
         # one window for all ranks: first start to last end of device work anywhere
-        busy = timeline.spans[timeline.spans["kind"].isin(BUSY_KINDS)]
-        table = _in_window(table, _window_ns(_intervals(busy)) / NS_PER_S)
+        busy = _intervals(busy_spans(timeline.spans))
+        table = _in_window(table, _window_ns(busy) / NS_PER_S)
     return with_origin(table, timeline)
 
 
@@ -88,17 +89,20 @@ def breakdown_between(timeline: Timeline, start_s: float, end_s: float) -> pd.Da
     An end beyond the last device work means there. Raises ValueError if start_s is not
     before end_s.
     """
-    window_start_ns, window_end_ns = window_ns(timeline, start_s, end_s)
-    spans = timeline.spans[timeline.spans["kind"].isin(BUSY_KINDS)]
-    start_ns = spans["start_ns"]
-    end_ns = start_ns + spans["dur_ns"]
-    # spans that reach over an edge of the window count up to it
-    inside = (end_ns > window_start_ns) & (start_ns < window_end_ns)
-    begin_ns = start_ns[inside].clip(lower=window_start_ns)
-    dur_ns = end_ns[inside].clip(upper=window_end_ns) - begin_ns
-    clipped = spans[inside].assign(start_ns=begin_ns, dur_ns=dur_ns)
-    table = breakdown(Timeline(clipped.reset_index(drop=True), timeline.meta))
-    return _in_window(table, (window_end_ns - window_start_ns) / NS_PER_S)
+    low_ns, high_ns = window_ns(timeline, start_s, end_s)
+    inside = clipped(busy_spans(timeline.spans), low_ns, high_ns)
+    table = breakdown(Timeline(inside, timeline.meta))
+    return _in_window(table, (high_ns - low_ns) / NS_PER_S)
+
+
+def clipped(spans: pd.DataFrame, low_ns, high_ns) -> pd.DataFrame:
+    """Spans inside of a window, which count up to its edges; these may be one for all
+    or one for each span (n,).
+    """
+    start_ns = spans["start_ns"].clip(low_ns, high_ns)
+    dur_ns = ends_ns(spans).clip(low_ns, high_ns) - start_ns
+    part = spans.assign(start_ns=start_ns, dur_ns=dur_ns)
+    return part[dur_ns > 0].reset_index(drop=True)
 
 
 def window_ns(timeline: Timeline, start_s: float, end_s: float) -> tuple[int, int]:
@@ -107,43 +111,13 @@ def window_ns(timeline: Timeline, start_s: float, end_s: float) -> tuple[int, in
     """
     if not start_s < end_s:
         raise ValueError(f"start_s={start_s} is not before end_s={end_s}")
-    spans = timeline.spans[timeline.spans["kind"].isin(BUSY_KINDS)]
+    spans = busy_spans(timeline.spans)
     zero_ns = spans["start_ns"].min()
-    last_ns = (spans["start_ns"] + spans["dur_ns"]).max()
+    last_ns = ends_ns(spans).max()
     low_ns = zero_ns + round(max(start_s, 0.0) * NS_PER_S)
     if math.isfinite(end_s):
         last_ns = min(last_ns, zero_ns + round(end_s * NS_PER_S))
     return low_ns, last_ns
-
-
-def exposed_by_collective(
-    timeline: Timeline, collective: np.ndarray | None = None
-) -> pd.DataFrame:
-    """Communication by collective: rank, collective, count, comm_s, exposed_s (not
-    under compute), size_bytes.
-
-    Collectives that run side by side each count in full, so the exposed times of a rank
-    can sum to more than its exposed_comm_s. size_bytes is NaN when a span of the
-    collective does not tell its size. collective: of each of the communication spans
-    (n,); left out, what the names tell.
-    """
-    spans = timeline.spans
-    comm = spans[spans["kind"] == "comm"]
-    compute = spans[spans["kind"] == "compute"]
-    if collective is None:
-        # a million spans have some dozen names: each name is looked up once
-        names = comm["name"].cat.remove_unused_categories()
-        of_name = collectives_of(timeline, list(names.cat.categories))
-        collective = of_name[names.cat.codes]
-    rows = []
-    for (rank, name), part in comm.groupby([comm["rank"], collective]):
-        row = {"rank": int(rank), "collective": name, "count": len(part)}
-        row["comm_s"] = total(_intervals(part)) / NS_PER_S
-        row["exposed_s"] = exposed_s(part, compute)
-        row["size_bytes"] = part["size_bytes"].sum(skipna=False)
-        rows.append(row)
-    columns = ["rank", "collective", "count", "comm_s", "exposed_s", "size_bytes"]
-    return with_origin(pd.DataFrame(rows, columns=columns), timeline)
 
 
 def exposed_s(spans: pd.DataFrame, others: pd.DataFrame) -> float:

@@ -151,8 +151,7 @@ class Timeline:
             )
         if step is not None:
             return [step]
-        busy = self.spans.loc[self.spans["kind"].isin(BUSY_KINDS), "step"]
-        return sorted(set(busy) - {-1})[:1]
+        return sorted(set(busy_spans(self.spans)["step"]) - {-1})[:1]
 
     def where(self, keep: np.ndarray) -> Timeline:
         """The spans that a mask (n,) keeps, with all ranks; edges that leave the part
@@ -261,6 +260,16 @@ def _unpack(text):
     import pyarrow as pa
 
     return pa.ipc.open_stream(base64.b64decode(text)).read_pandas()
+
+
+def busy_spans(spans: pd.DataFrame) -> pd.DataFrame:
+    """Spans in which a device, or a worker thread on a CPU, is at work."""
+    return spans[spans["kind"].isin(BUSY_KINDS)]
+
+
+def ends_ns(spans: pd.DataFrame) -> pd.Series:
+    """End (n,) of each span, of spans or slices of spans."""
+    return spans["start_ns"] + spans["dur_ns"]
 
 
 def with_origin(

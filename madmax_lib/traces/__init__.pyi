@@ -51,7 +51,6 @@ from madmax_lib.traces.operators.memory import (
     peak as peak,
 )
 from madmax_lib.traces.operators.ops import (
-    kernel_types as kernel_types,
     kernels as kernels,
     modules as modules,
     operators as operators,

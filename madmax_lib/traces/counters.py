@@ -6,8 +6,9 @@ Samples are `Timeline.side_tables["counters"]`, as Kineto and torch's cuspy reco
 import numpy as np
 import pandas as pd
 
-from madmax_lib.base import covered_before, pack, union
+from madmax_lib.base import reach
 from madmax_lib.timeline import Timeline
+from madmax_lib.traces.tables import covered
 
 # kernels beside which samples are told apart; of two at once the first counts
 _KINDS = (
@@ -74,10 +75,5 @@ def _kinds(times_ns, kernels):
     kind = np.full(len(times_ns), "idle", dtype=object)
     for each in reversed(_KINDS):
         rows = kernels[kernels["kind"] == each]
-        start_ns = rows["start_ns"].to_numpy()
-        busy = union(pack(start_ns, rows["dur_ns"].to_numpy()))
-        # a time lies in an interval where a nanosecond more is covered after it
-        before = covered_before(busy, times_ns)
-        after = covered_before(busy, times_ns + 1)
-        kind[after > before] = each
+        kind[times_ns < reach(covered(rows), times_ns)] = each
     return kind

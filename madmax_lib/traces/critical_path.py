@@ -112,16 +112,11 @@ def path_share(path: pd.DataFrame) -> pd.DataFrame:
     (with and without the path).
     """
     groups = path.groupby("kind")["dur_s"]
-    table = (
-        pd.DataFrame({"path_s": groups.sum(), "parts": groups.size()})
-        .reindex(list(PATH_KINDS))
-        .fillna(0)
-    )
-    table = table.reset_index(names="kind").astype({"parts": "int64"})
+    table = groups.agg(path_s="sum", parts="size").reindex(PATH_KINDS, fill_value=0)
+    table = table.reset_index(names="kind").astype({"path_s": float})
     table["share"] = table["path_s"] / max(table["path_s"].sum(), 1e-12)
-    table["busy_s"] = (
-        table["kind"].map(path.attrs.get("busy_s", {})).astype(float).fillna(0.0)
-    )
+    busy_s = path.attrs.get("busy_s", {})
+    table["busy_s"] = [busy_s.get(kind, 0.0) for kind in table["kind"]]
     table = table[(table["path_s"] > 0) | (table["busy_s"] > 0)].reset_index(drop=True)
     return with_origin(table[["kind", "path_s", "share", "parts", "busy_s"]], path)
 
@@ -180,23 +175,12 @@ def what_if(
         own_ns = transfer_times(
             timeline, steps.graph, own_ns, collectives, ranks, devices_per_node
         )
-    words = [
-        *["other links"] * (collectives is not None),
-        *[f"{ranks} ranks"] * (ranks is not None),
-    ]
+    words = ["other links"] if collectives is not None else []
+    words += [f"{ranks} ranks"] if ranks is not None else []
     now = _Now.of(timeline, steps)
-    kinds = timeline.spans["kind"]
-    on_host = not (timeline.spans["stream"] >= 0).any()
-    few = on_host and (kinds == "cpu").sum() < _FEW * (kinds == "compute").sum()
-    if few and any("compute" in scenario for scenario in scenarios):
-        now.limits.append(
-            "no operators around the kernels were recorded: marks of steps count as host "
-            "work, so that faster kernels change nothing"
-        )
-    if ranks is not None and not (timeline.spans["stream"] >= 0).any():
-        now.limits.append(
-            f"{ranks} ranks: assuming that each has its own device, here cores"
-        )
+    limits = now.limits
+    if not (timeline.spans["stream"] >= 0).any():
+        limits += _limits_on_host(timeline, scenarios, ranks)
     rows = []
     for scenario in scenarios:
         of_event, of_edge = _factors(steps.graph, scenario)
@@ -208,17 +192,28 @@ def what_if(
         }
         rows.append(row | now.row(timeline, steps, weight_ns))
     table = pd.DataFrame(rows, columns=_WHAT_IF)
-    about = {
-        "measured_s": now.measured_s,
-        "replay_error": now.error,
-        "steps": max(len(steps.numbers), 1),
-        "step": -1,
-    }
-    if steps.numbers:
-        about["step"] = _median_of(timeline, steps.numbers)
-    for text in now.limits:
+    table = table.assign(
+        measured_s=now.measured_s,
+        replay_error=now.error,
+        steps=max(len(steps.numbers), 1),
+        step=_median_of(timeline, steps.numbers or [-1]),
+    )
+    for text in limits:
         warnings.warn(text, TraceWarning, stacklevel=2)
-    return with_origin(table.assign(**about), timeline, limits=now.limits)
+    return with_origin(table, timeline, limits=limits)
+
+
+def _limits_on_host(timeline, scenarios, ranks):
+    """Limits of a replay where the host is the device."""
+    kind = timeline.spans["kind"]
+    is_few = (kind == "cpu").sum() < _FEW * (kind == "compute").sum()
+    if is_few and any("compute" in scenario for scenario in scenarios):
+        yield (
+            "no operators around the kernels were recorded: marks of steps count as host "
+            "work, so that faster kernels change nothing"
+        )
+    if ranks is not None:
+        yield f"{ranks} ranks: assuming that each has its own device, here cores"
 
 
 def faster_kinds(timeline: Timeline, step: int | None = None) -> pd.DataFrame:
@@ -264,9 +259,8 @@ def launch_gain(timeline: Timeline) -> pd.DataFrame:
     # A graph leaves the host nothing to do between launches.
     scenarios["graph of the step"] = {"host": np.inf, "launch delay": np.inf}
     ranks = max(len(timeline.ranks), 1)
-    table = what_if(timeline, list(scenarios.values())).drop(
-        columns=["faster", "factor"]
-    )
+    table = what_if(timeline, list(scenarios.values()))
+    table = table.drop(columns=["faster", "factor"])
     table = table.assign(
         launches=len(calls) / ranks, bound_s=bound["launch_bound_s"].sum() / ranks
     )

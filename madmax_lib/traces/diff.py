@@ -16,9 +16,9 @@ import pandas as pd
 from madmax_lib import catalog
 from madmax_lib.base import NS_PER_S
 from madmax_lib.base.fields import require_type
-from madmax_lib.timeline import BUSY_KINDS, KINDS, Timeline, with_origin
+from madmax_lib.timeline import BUSY_KINDS, KINDS, Timeline, busy_spans, with_origin
 from madmax_lib.timeline.kinds import collective_names, collectives_of
-from madmax_lib.traces.tables import busy_spans, stacked
+from madmax_lib.traces.tables import stacked
 from madmax_lib.traces.waits.step_times import breakdown_of_cells, counted_steps
 
 _LEVELS = ("name", "op", "class")

@@ -25,7 +25,7 @@ import pandas as pd
 
 from madmax_lib.base.fields import require_number, require_type, same_fields
 from madmax_lib.base.units import NS_PER_S
-from madmax_lib.timeline.timeline import BUSY_KINDS, Timeline, with_origin
+from madmax_lib.timeline.timeline import BUSY_KINDS, Timeline, busy_spans, with_origin
 from madmax_lib.traces.diff import op_names
 from madmax_lib.traces.operators.memory import peak
 from madmax_lib.traces.tables import ratio
@@ -281,7 +281,7 @@ def _too_few_steps(timeline, count):
 def _operations(timeline, counted):
     """Seconds by (rank, step) and (kind, operation), zero where a step has none."""
     spans = timeline.spans
-    spans = spans[spans["kind"].isin(BUSY_KINDS) & spans["step"].isin(counted)]
+    spans = busy_spans(spans[spans["step"].isin(counted)])
     names = spans["name"].cat.remove_unused_categories()
     short = np.array(op_names(list(names.cat.categories)), dtype=object)
     parts = {

@@ -26,6 +26,7 @@ from madmax_lib.traces.read.cache import cached, content_sha256
 from madmax_lib.traces.read.events import TraceWarning
 from madmax_lib.traces.read.files import rank_in_name
 from madmax_lib.traces.read.steps import assign_steps
+from madmax_lib.traces.read.values import recorded_codes
 
 # of a globalTid: the thread; above it the process with as many, and the host
 _BITS = 24
@@ -35,27 +36,6 @@ _LATEST = 2**62  # ns of a time: a start and a duration fit into int64
 _CHUNK = 1_000_000  # rows read at once
 _GRAPHS = "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
 _RANGES = "eventType IN (59, 60, 70)"  # pushed and popped, started and ended
-# by copyKind (CUpti_ActivityMemcpyKind): host, device, array, peer
-_COPIES = [
-    "Unknown",
-    "HtoD",
-    "DtoH",
-    "HtoA",
-    "AtoH",
-    "AtoA",
-    "AtoD",
-    "DtoA",
-    "DtoD",
-    "HtoH",
-    "PtoP",
-]
-# by syncType, under the names of Kineto
-_WAITS = {
-    1: "Event Sync",
-    2: "Stream Wait Event",
-    3: "Stream Sync",
-    4: "Context Sync",
-}
 # our names of columns, and those of the export
 _NUMBERS = {
     "start": "start",
@@ -252,11 +232,11 @@ def _device_rows(base, texts):
         kind="idle"
     )
     kernels["name"] = kernels["name"].map(texts).fillna("unknown kernel")
-    copies["name"] = "Memcpy " + copies["name"].map(dict(enumerate(_COPIES))).fillna(
+    copies["name"] = "Memcpy " + copies["name"].map(recorded_codes("copy")).fillna(
         "Unknown"
     )
     graphs["name"] = "CUDA graph " + graphs["name"].astype(str)
-    waits["name"] = waits["name"].map(_WAITS).fillna("Sync")
+    waits["name"] = waits["name"].map(recorded_codes("wait")).fillna("Sync")
     parts = [kernels, copies, sets, graphs, waits[waits["stream"] < _NO_STREAM]]
     rows = pd.concat(
         [part for part in parts if len(part)] or [kernels], ignore_index=True

@@ -7,11 +7,10 @@ from dataclasses import replace
 import pandas as pd
 
 from madmax_lib.base.units import NS_PER_S
-from madmax_lib.timeline import accounting
+from madmax_lib.timeline import accounting, busy_spans, ends_ns
 from madmax_lib.timeline.accounting import window_ns
 from madmax_lib.timeline.timeline import BUSY_KINDS, Timeline, with_origin
 from madmax_lib.traces.read.steps import assign_steps, step_spans
-from madmax_lib.traces.tables import busy_spans, ends_ns
 from madmax_lib.traces.waits.launch import device_work
 from madmax_lib.traces.waits.step_times import step_note, step_periods
 
@@ -100,8 +99,7 @@ def _parts(timeline, periods):
     """`breakdown` of each part of each rank; periods: of its steps, by rank."""
     spans = busy_spans(timeline.spans)
     rank = spans["rank"]
-    end_ns = ends_ns(spans)
-    last_ns = end_ns.groupby(rank).max().to_dict()
+    last_ns = ends_ns(spans).groupby(rank).max().to_dict()
     # a rank without steps has everything before them
     begin_ns = last_ns | periods["begin_ns"].min().to_dict()
     stop_ns = last_ns | periods["end_ns"].max().to_dict()
@@ -114,10 +112,7 @@ def _parts(timeline, periods):
     tables = []
     for part, (low_ns, high_ns) in windows_ns.items():
         # spans that reach over a cut count on both sides up to it
-        low, high = rank.map(low_ns), rank.map(high_ns)
-        cut_ns = spans["start_ns"].clip(low, high)
-        piece = spans.assign(start_ns=cut_ns, dur_ns=end_ns.clip(low, high) - cut_ns)
-        piece = piece[piece["dur_ns"] > 0].reset_index(drop=True)
+        piece = accounting.clipped(spans, rank.map(low_ns), rank.map(high_ns))
         table = accounting.rank_breakdown(Timeline(piece, timeline.meta))
         table["part"] = part
         counts = periods.size() if part == "steps" else {}

@@ -75,7 +75,7 @@ def stragglers(timeline: Timeline) -> pd.DataFrame:
     }
     result = pd.DataFrame(columns, index=calls.index).fillna(0.0).reset_index()
     result = largest_first(result, "cost_s", "rank")
-    often_last = list(_often_last(table, result))
+    often_last = _often_last(table, result)
     limits = unseen_ranks(timeline)
     return with_origin(result, table, often_last=often_last, limits=limits)
 
@@ -88,9 +88,8 @@ def _often_last(table, result):
 
     late = table[table["skew_s"] > 0]
     chance = 1 / late.groupby("call")["rank"].transform("size")
-    by_rank = chance.groupby(late["rank"]).agg(["size", "mean"])
+    by_rank = chance.groupby(late["rank"]).agg(["size", "mean"]).reindex(result["rank"])
     # P(last at least so often | each call has a random last rank), for each of the
     # ranks
-    for rank, last in zip(result["rank"], result["last"], strict=True):
-        if last and binom.sf(last - 1, *by_rank.loc[rank]) * len(result) < _LEVEL:
-            yield rank
+    odds = binom.sf(result["last"] - 1, *by_rank.to_numpy().T) * len(result)
+    return result["rank"][(result["last"] > 0) & (odds < _LEVEL)].tolist()

@@ -7,17 +7,7 @@ from collections.abc import Sequence
 import pandas as pd
 
 from madmax_lib.base import pack, union
-from madmax_lib.timeline import BUSY_KINDS, Timeline
-
-
-def busy_spans(spans: pd.DataFrame) -> pd.DataFrame:
-    """Spans in which a device, or a worker thread on a CPU, is at work."""
-    return spans[spans["kind"].isin(BUSY_KINDS)]
-
-
-def ends_ns(spans: pd.DataFrame) -> pd.Series:
-    """End (n,) of each span, of spans or slices of spans."""
-    return spans["start_ns"] + spans["dur_ns"]
+from madmax_lib.timeline import Timeline
 
 
 def covered(spans: pd.DataFrame):

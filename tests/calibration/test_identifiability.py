@@ -1,4 +1,4 @@
-"""What rows say about constants: no data, perfect data, bounds, correlation, leverage."""
+"""What rows say about constants: no data, perfect data, bounds, correlation."""
 
 from dataclasses import replace
 
@@ -11,9 +11,8 @@ from madmax_lib.calibration.judge.intervals import (
     STATES,
     constants_of,
     determined_by,
-    leverage,
 )
-from madmax_lib.calibration.published.rows import read_rows, to_steps
+from madmax_lib.calibration.published.rows import read_rows
 from madmax_lib.calibration.scale import scaled
 from madmax_lib.simulator.rates.parameters import Parameters, bounds, shipped, start
 
@@ -72,22 +71,6 @@ def test_states():
         "fixed by rows",
         "rows and prior",
     ]
-
-
-def test_leverage_of_a_row_that_is_all_matrix_products():
-    """A constant through +-10 % moves no prediction by more than that; one that no row
-    uses moves nothing.
-    """
-    table = catalog.table("published_train")
-    rows = read_rows(table[table["gpu"] == "A100_80GB"].head(5))
-    found = leverage(fitted(), to_steps(rows))
-    assert 0 < found.loc[NAMES[0], "largest"] < np.log(1.1 / 0.9)
-    assert (found["median"] <= found["largest"]).all()
-    hopper = "gemm_efficiency:hopper-16"
-    other = replace(
-        start(), intervals={hopper: (0.5, 0.9)}, fitted=(hopper,), covariance=((1,),)
-    )
-    assert leverage(other, to_steps(rows)).loc[hopper, "largest"] == 0
 
 
 def test_rows_determine_the_constants_of_their_own_devices():

@@ -283,8 +283,8 @@ def test_buffers():
 
 def test_logits_are_on_the_last_stage():
     plan = mm.Plan.parse("pp4")
-    wide = replace(catalog.software("megatron"), fused_loss=False)
-    rows = memory(LLAMA, plan, software=wide)
+    unfused = replace(catalog.software("megatron"), fused_loss=False)
+    rows = memory(LLAMA, plan, software=unfused)
     table = rows.pivot(index="stage", columns="component", values="size_bytes")
     *others, last = table["logits"]
     assert others == [0, 0, 0] and last == 256 * 1024 * 10 + 2 * 256 * 2 * 512

@@ -6,22 +6,12 @@ import numpy as np
 import pytest
 
 import madmax_lib as mm
-from madmax_lib.simulator.power import ERROR, device_energy_j, power_phases, step_energy
+from madmax_lib.simulator.power import ERROR, device_energy_j, step_energy
 
 A100 = mm.cluster("dgx-a100-40")
 ROW = mm.estimate(
     mm.model("gpt2-large"), A100, mm.Plan.parse("dp8.mb8.full"), global_batch=64
 ).iloc[0]
-
-
-def test_phases_sum_to_the_step():
-    table = power_phases(ROW, A100.device)
-    assert table["seconds"].sum() == pytest.approx(ROW["step_s"])
-    assert table["energy_j"].sum() == pytest.approx(device_energy_j(ROW, A100.device))
-    assert (table["low_w"] <= table["power_w"]).all() and (
-        table["power_w"] <= table["high_w"]
-    ).all()
-    assert table["high_w"].max() <= A100.device.tdp_w
 
 
 def test_energy_is_between_idle_and_limit():
@@ -51,4 +41,4 @@ def test_what_is_not_known():
         energy["devices_j"]
     )
     with pytest.raises(ValueError, match="x has no TDP in the catalog"):
-        power_phases(ROW, replace(A100.device, name="x", tdp_w=float("nan")))
+        device_energy_j(ROW, replace(A100.device, name="x", tdp_w=float("nan")))

@@ -6,11 +6,8 @@ import pytest
 from hypothesis import given, strategies as st
 from support import lanes, make_timeline
 
-from madmax_lib.timeline.accounting import (
-    breakdown,
-    breakdown_between,
-    exposed_by_collective,
-)
+from madmax_lib.timeline.accounting import breakdown, breakdown_between
+from madmax_lib.traces import exposed_by_collective
 
 MS = 1_000_000
 NCCL = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL"

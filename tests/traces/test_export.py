@@ -28,9 +28,10 @@ from support import (
 
 from madmax_lib import Timeline, breakdown, export_trace, read_trace
 from madmax_lib.simulator.events.engine import Program, to_timeline
-from madmax_lib.timeline.accounting import exposed_by_collective, rank_breakdown
+from madmax_lib.timeline.accounting import rank_breakdown
 from madmax_lib.timeline.kinds import kernel_kinds
 from madmax_lib.timeline.timeline import BUSY_KINDS, SPANS, Meta
+from madmax_lib.traces import exposed_by_collective
 from madmax_lib.traces.read.kernel_names import original_name
 
 LABELS = ("process_name", "thread_name")

@@ -19,8 +19,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from madmax_lib.catalog.datasets import dataset, local_data
-from madmax_lib.timeline.accounting import breakdown, exposed_by_collective
+from madmax_lib.timeline.accounting import breakdown
 from madmax_lib.timeline.timeline import Timeline
+from madmax_lib.traces import exposed_by_collective
 from madmax_lib.traces.read import chrome
 from madmax_lib.traces.read.kineto import TraceWarning, read_trace
 

@@ -39,7 +39,6 @@ FUNCTIONS = (
     roofline.roofline,
     roofline.mfu,
     ops.kernels,
-    ops.kernel_types,
 )
 
 
@@ -398,25 +397,6 @@ def test_kernel_statistics():
     shows(ops.kernels(traced("7 compute: a 0+2, a 5+4\n9 comm: b 0+3")), expected)
 
 
-@pytest.mark.parametrize(
-    ("kinds", "expected"),
-    [
-        (
-            ALL_KINDS,
-            "compute 5, comm 13, compute + comm 3, memcpy 1, comm + memcpy 2, "
-            "compute + comm + memcpy 2",
-        ),
-        (("compute", "comm"), "compute 5, comm 15, compute + comm 5"),
-    ],
-)
-def test_kinds_side_by_side(kinds, expected):
-    drawn = "7 compute: a 0+10\n9 comm: b 5+20\n8 memcpy: c 8+4, c 30+1"
-    table = ops.kernel_types(traced(drawn), kinds)
-    pairs = (pair.rsplit(" ", 1) for pair in expected.split(", "))
-    assert by_name(table, "total_s", "kinds") == {name: int(ns) for name, ns in pairs}
-    assert table["share"].sum() == pytest.approx(1)
-
-
 HTA_SETS = ["nccl_data", "df_index_resolver", "rank0"]
 HTA_KINDS = {"COMPUTATION": "compute", "COMMUNICATION": "comm", "MEMORY": "memcpy"}
 
@@ -426,23 +406,6 @@ def beside_hta(request):
     """HTA's analysis, and our reading by its rules."""
     path = local_or_skip(f"traces/hta-samples/{request.param}.json.gz")
     return hta.analysis(path), read_trace(path, hta_compatible=True)
-
-
-def test_kernel_types_are_those_of_hta(beside_hta):
-    analysis, timeline = beside_hta
-    for kinds in (ALL_KINDS[:2], ALL_KINDS):
-        theirs, _ = analysis.get_gpu_kernel_breakdown(
-            visualize=False, include_memory_kernels=len(kinds) == 3
-        )
-        theirs = theirs[theirs["sum"] > 0]
-        names = [
-            " + ".join(map(HTA_KINDS.get, kind.split(" overlapping ")))
-            for kind in theirs["kernel_type"]
-        ]
-        ours = ops.kernel_types(timeline, kinds)
-        expected = dict(zip(names, theirs["sum"] * 1000, strict=True))
-        assert by_name(ours, "total_s", "kinds") == expected
-        assert sorted((ours["share"] * 100).round(1)) == sorted(theirs["percentage"])
 
 
 def test_kernel_statistics_are_those_of_hta(beside_hta):

@@ -274,7 +274,11 @@ def test_a_click_shows_the_plan(space):
 
 
 def test_explorers_as_pictures(step, space):
-    assert (len(step.figure().axes), len(space.figure().axes)) == (3, 2)
+    assert (len(step.figure().axes), len(space.figure().axes)) == (1, 2)
+    bundle, _ = step._repr_mimebundle_()
+    assert (
+        step.html in bundle["text/html"] and bundle["image/png"] in bundle["text/html"]
+    )
 
 
 def test_traces_are_chosen_by_set_rank_and_step():

@@ -6,8 +6,8 @@ import madmax_lib as mm
 from madmax_lib.papers.studies import memory_wall as wall
 from madmax_lib.simulator.memory.memory import PHASES
 from madmax_lib.view.drawing import COMPONENTS, components_key, figure_data
-from madmax_lib.view.plots.plans import plot_trials
-from madmax_lib.view.plots.predicted import plot_causes, plot_streams
+from madmax_lib.view.plots.breakdown import plot_timeline
+from madmax_lib.view.plots.predicted import plot_causes
 
 CLUSTER, MODEL = mm.cluster("hetero-4xv100"), wall.shape("gpt2_3b")
 RUN = MODEL, CLUSTER, mm.Plan.parse("dp4.mb16.full.offload-chunks")
@@ -31,10 +31,10 @@ def test_causes_are_what_nothing_hides():
 
 def test_streams_are_blocks_of_the_step():
     step = mm.simulate(*RUN, global_batch=64, dtype="fp16")
-    drawn = figure_data(plot_streams(step))
-    assert {"device computes", "host computes", "copies to the host"} <= set(
-        drawn["row"]
-    )
+    ax = plot_timeline(step, hosts=True)
+    rows = {label.get_text().split(" · ")[1] for label in ax.get_yticklabels()}
+    assert {"device computes", "host computes", "copies to the host"} <= rows
+    drawn = figure_data(ax)
     assert (drawn["start_s"] + drawn["dur_s"]).max() <= mm.breakdown(step)[
         "total_s"
     ].max() * 1.001
@@ -47,17 +47,3 @@ def test_every_component_of_memory_has_a_colour_of_its_own():
         and len({*COMPONENTS.values(), *components_key(["?"]).values()})
         == len(COMPONENTS) + 1
     )
-
-
-def test_trials_are_drawn_as_the_best_so_far():
-    shown = figure_data(
-        plot_trials(
-            {"tuner": pd.Series([None, 2.0, 1.0]), "order": pd.Series([4.0, 8.0])}
-        )
-    )
-    assert shown["trial"].tolist() == [1, 2, 3, 1, 2]
-    assert shown["slower"].fillna(-1).tolist() == [-1, 1.0, 0.0, 3.0, 3.0]
-    title = plot_trials(
-        {"tuner": pd.Series([1.0]), "order": pd.Series([2.0])}
-    ).get_title()
-    assert title == "Trials until within 5% of the best: tuner 1, order never"

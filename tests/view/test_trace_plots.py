@@ -24,9 +24,7 @@ PLOTS = {
     comm.plot_groups: mm.traces.by_group,
     comm.plot_bandwidth: mm.traces.calls,
     comm.plot_stragglers: mm.traces.stragglers,
-    comm.plot_workers: lambda timeline: workers(timeline),
     launch.plot_launches: mm.traces.launches,
-    launch.plot_queue: mm.traces.queue_series,
     launch.plot_idle: mm.traces.idle,
     launch.plot_steps: mm.traces.steps,
     path.plot_what_if: mm.traces.faster_kinds,
@@ -35,14 +33,7 @@ PLOTS = {
         timeline, timeline.select(ranks=timeline.ranks[:1])
     ),
 }
-NO_AREAS = [operators.plot_roofline, launch.plot_launches, launch.plot_queue]
-NO_AREAS += [comm.plot_workers, comm.plot_bandwidth]
-
-
-def workers(timeline):
-    if not len(timeline):
-        return pd.DataFrame(columns=["rank", "stage", "dp_rank", "S"])
-    return mm.traces.what_if_no_stragglers(mm.traces.operations(timeline)).workers
+NO_AREAS = [operators.plot_roofline, launch.plot_launches, comm.plot_bandwidth]
 
 
 def everything(**meta) -> Timeline:

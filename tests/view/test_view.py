@@ -16,8 +16,9 @@ from matplotlib.colors import to_rgb
 from support import make_timeline
 
 from madmax_lib.catalog.datasets import PROJECT
-from madmax_lib.timeline.accounting import breakdown, exposed_by_collective
+from madmax_lib.timeline.accounting import breakdown
 from madmax_lib.timeline.timeline import Timeline
+from madmax_lib.traces import exposed_by_collective
 from madmax_lib.traces.comm.collectives import waiting
 from madmax_lib.view.drawing import COLORS, figure_data
 from madmax_lib.view.notebooks import setup as notebook_setup

@@ -60,7 +60,6 @@ from madmax_lib.simulator import (
     step_time,
     usable_bytes,
 )
-from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.uncertainty import (
     COMPONENTS,
     components,
@@ -362,21 +361,3 @@ def determined_by(parameters: Parameters, rows: pd.DataFrame) -> pd.DataFrame:
             "most of": counts.idxmax().where(counts.any(), ""),
         }
     )
-
-
-def leverage(parameters: Parameters, steps: Steps) -> pd.DataFrame:
-    """Changes of predictions when one constant crosses its 90 % interval.
-
-    Columns median and largest of |log(step at one end / step at the other)| over the
-    steps, a row per fitted constant.
-    """
-    rows = {}
-    for name in parameters.fitted:
-        ends = [
-            replace(parameters, constants={**parameters.constants, name: value})
-            for value in parameters.intervals[name]
-        ]
-        low_s, high_s = (step_time(steps, end)["step_s"] for end in ends)
-        change = np.abs(np.log(high_s / low_s))
-        rows[name] = (float(np.median(change)), float(change.max()))
-    return pd.DataFrame.from_dict(rows, orient="index", columns=["median", "largest"])

@@ -5,8 +5,10 @@ Published values are hollow, what does not fit in memory is grey or pale.
 
 import numpy as np
 import pandas as pd
+import seaborn
 from matplotlib.axes import Axes
 
+from madmax_lib.base import format_bytes
 from madmax_lib.view.drawing import (
     GREY,
     PAPER,
@@ -33,7 +35,6 @@ _COLORS = {  # by strategy, the same in every figure
     "tp": "#a0785a",
     "tp,fsdp": "#1d3557",
 }
-_MARKS = {"fsdp": "o", "ddp": "s", "tp,ddp": "D"}
 _AXES = {
     "a100_hours": "A100-equivalent GPU-hours per 1B samples (by FP16 peak)",
     "mqps": "throughput [MQPS]",
@@ -50,12 +51,6 @@ def _label(strategy):
     return f"({strategy.upper().replace(',', ', ')})"
 
 
-def _memory(size_gb):
-    if size_gb >= 1e3:
-        return f"{size_gb / 1e3:.1f} TB"
-    return f"{size_gb:.1f} GB" if size_gb < 100 else f"{size_gb:.0f} GB"
-
-
 def plot_cloud(table: pd.DataFrame, x: str, y: str) -> Axes:
     """Figures 1 and 16: cloud instances as points, the Pareto line of all FSDP points
     and of the free choice.
@@ -63,13 +58,17 @@ def plot_cloud(table: pd.DataFrame, x: str, y: str) -> Axes:
     x, y: columns of `cloud_comparison`; less is better, except for mqps.
     """
     ax = new_axes(height=4.2)
-    for (fits, strategy), part in table.groupby(["fits", "dense_strategy"]):
-        style = {"mfc": "none", "mec": GREY, "mew": 0.7}
-        if fits:
-            style = {"color": _COLORS[strategy], "mew": 0}
-        ax.plot(part[x], part[y], _MARKS[strategy], ms=4, **style)
-    free = _pareto(table[table["fits"]], x, y)
-    fsdp = _pareto(table[table["fits"] & (table["dense_strategy"] == "fsdp")], x, y)
+    points = table.assign(strategy=table["dense_strategy"].map(_label))
+    fitting = points[points["fits"]]
+    # a colour and a mark for each strategy
+    look = {"hue": "strategy", "style": "strategy", "s": 20, "linewidth": 0, "ax": ax}
+    look["palette"] = {_label(name): color for name, color in _COLORS.items()}
+    seaborn.scatterplot(fitting, x=x, y=y, **look)
+    hollow = {"mfc": "none", "mew": 0.7, "ls": "none", "marker": "o"}
+    small = {"mec": GREY, "ms": 4, "label": "does not fit in memory"}
+    ax.plot(x, y, data=points[~points["fits"]], **hollow | small)
+    free = _pareto(fitting, x, y)
+    fsdp = _pareto(fitting[fitting["dense_strategy"] == "fsdp"], x, y)
     fronts = (("FSDP", fsdp, _COLORS["fsdp"]), ("best strategy", free, PAPER))
     for name, front, color in fronts:
         style = {"lw": 1.2, "drawstyle": "steps-post", "zorder": 1}
@@ -77,15 +76,9 @@ def plot_cloud(table: pd.DataFrame, x: str, y: str) -> Axes:
         last = front.iloc[-1]
         text = f"{name}, {last['num_devices']} GPUs of {last['instance']}"
         note(ax, last[x], last[y], text, dx=12, color=color)
-    key = [
-        mark_key(_label(name), mark, _COLORS[name], hollow=False, ms=5)
-        for name, mark in _MARKS.items()
-    ]
-    key.append(mark_key("does not fit in memory", "o", GREY, ms=5))
     if y == "mqps":
-        sheet = {"mfc": "none", "mec": PAPER, "ms": 8, "mew": 0.7}
-        ax.plot(table[x], table["published_mqps"], "o", **sheet)
-        key.append(mark_key("artifact sheet", "o", ms=8))
+        sheet = {"mec": PAPER, "ms": 8, "label": "artifact sheet"}
+        ax.plot(table[x], table["published_mqps"], **hollow | sheet)
         gain = free["mqps"].max() / fsdp["mqps"].max()
         title = (
             f"The right strategy moves the front: {gain:.2f}x the fastest FSDP point"
@@ -97,7 +90,7 @@ def plot_cloud(table: pd.DataFrame, x: str, y: str) -> Axes:
         title = f"At best {less:.0%} less {saved} and {faster:.0%} less time than FSDP"
     ax.grid(True, which="major", axis="both")
     axes = {"x": _AXES[x], "y": _AXES[y], "xscale": "log", "yscale": "log"}
-    return finish(ax, table, title, **axes, key=key, where="beside")
+    return finish(ax, table, title, **axes, where="beside")
 
 
 def _pareto(rows, x, y):
@@ -133,7 +126,7 @@ def plot_best(
     for row, group in enumerate(groups):
         text = _gain(fits.loc[group])
         if beyond[row]:
-            needed = _memory(free.at[group, "memory_needed_gb"])
+            needed = format_bytes(1e9 * free.at[group, "memory_needed_gb"])
             text += f"; with {needed}: {_gain(free.loc[group])}"
         # a column beside the line, which no text crosses
         note(ax, max(most, table["gain"].max()), row, text, dx=9)
@@ -187,7 +180,7 @@ def plot_strategies(table: pd.DataFrame, *, title: str) -> Axes:
         ends = bars(ax, parts, fill=fills)
         for row, case in enumerate(rows.itertuples()):
             cut = " ▸" if step.iloc[row] > limit else ""
-            text = f"{step.iloc[row]:.2f}{cut}\n{_memory(case.memory_needed_gb)}"
+            text = f"{step.iloc[row]:.2f}{cut}\n{format_bytes(1e9 * case.memory_needed_gb)}"
             text += "" if case.fits else ", too much"
             ink = "black" if case.fits else "#8a8a8a"
             note(ax, ends[row], row, text, fontsize=6, color=ink)

@@ -274,8 +274,8 @@ def stage_bytes(
     """Bytes by component of a pipeline stage; the plans of the case, stage and numbers
     of layers may be arrays.
 
-    layers: of the stage, of each kind (`held_layers`). trainable: as in
-    `memory`. Raises ValueError for unknown software or dtype.
+    layers: of the stage, of each kind (`held_layers`). trainable: as in `memory`.
+    Raises ValueError for unknown software or dtype.
     """
     parts = _tensor_bytes(case, stage, layers, trainable)
     return parts | _overhead(case, parts)

@@ -16,12 +16,11 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
 from madmax_lib.base import NS_PER_S
-from madmax_lib.timeline import Timeline, with_origin
+from madmax_lib.timeline import Timeline, ends_ns, with_origin
 from madmax_lib.timeline.kinds import POINT_TO_POINT
 from madmax_lib.timeline.side_tables import SideTables
 from madmax_lib.traces.comm.collectives import calls
 from madmax_lib.traces.read.events import FAR_NS
-from madmax_lib.traces.tables import ends_ns
 
 _APART = (*POINT_TO_POINT, "broadcast", "reduce", "gather", "scatter")
 
@@ -41,7 +40,8 @@ def clock_offsets(timeline: Timeline) -> pd.DataFrame:
     exact_ns, reference = _solve(_pairs(shared), ranks)
     offset_ns = np.rint(exact_ns)
     rest_ns = shared["end_ns"] - offset_ns[np.searchsorted(ranks, shared["rank"])]
-    apart_ns = (rest_ns - rest_ns.groupby(shared["call"]).transform("median")).abs()
+    middle_ns = rest_ns.groupby(shared["call"]).transform("median")
+    apart_ns = (rest_ns - middle_ns).abs()
     of_rank = apart_ns.groupby(shared["rank"])
     columns = {
         "reference": reference,

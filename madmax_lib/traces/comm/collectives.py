@@ -19,13 +19,11 @@ which is wrong where several groups run the same collective.
 import numpy as np
 import pandas as pd
 
-from madmax_lib.base import NS_PER_S
+from madmax_lib.base import NS_PER_S, pack, total
 from madmax_lib.base.collectives import bus_factor
 from madmax_lib.timeline import Timeline, cached_per_timeline, with_origin
-from madmax_lib.timeline.accounting import (
-    exposed_by_collective as exposed_by_name,
-    exposed_ns,
-)
+from madmax_lib.timeline.accounting import exposed_ns, exposed_s
+from madmax_lib.timeline.kinds import collectives_of
 from madmax_lib.traces.comm.bounds import longest_transfer_s
 from madmax_lib.traces.comm.call_metadata import call_metadata, members
 from madmax_lib.traces.tables import ratio, unseen_ranks
@@ -127,12 +125,43 @@ def arrivals(timeline: Timeline) -> pd.DataFrame:
 
 
 def exposed_by_collective(timeline: Timeline) -> pd.DataFrame:
-    """`accounting.exposed_by_collective` in the words of `calls`: NCCL runs an
-    all-to-all under the name of a send.
+    """Communication by collective: rank, collective, count, comm_s, exposed_s (not
+    under compute), size_bytes.
+
+    Collectives that run side by side each count in full, so the exposed times of a rank
+    can sum to more than its exposed_comm_s. size_bytes is NaN when a span of the
+    collective does not tell its size.
     """
-    comm = np.flatnonzero(timeline.spans["kind"] == "comm")
-    collective = calls(timeline).set_index("row")["collective"].reindex(comm).to_numpy()
-    return exposed_by_name(timeline, collective if pd.notna(collective).all() else None)
+    spans = timeline.spans
+    comm = spans[spans["kind"] == "comm"]
+    compute = spans[spans["kind"] == "compute"]
+    # in the words of `calls`: NCCL runs an all-to-all under the name of a send
+    collective = calls(timeline).set_index("row")["collective"].reindex(comm.index)
+    if collective.isna().any():  # simulated waits are no calls: by the names of all
+        names = comm["name"].cat.remove_unused_categories()
+        of_name = collectives_of(timeline, list(names.cat.categories))
+        collective = of_name[names.cat.codes]
+    rows = []
+    for (rank, name), part in comm.groupby([comm["rank"], collective]):
+        comm_ns = total(pack(part["start_ns"], part["dur_ns"]))
+        row = (
+            int(rank),
+            name,
+            len(part),
+            comm_ns / NS_PER_S,
+            exposed_s(part, compute),
+            part["size_bytes"].sum(skipna=False),
+        )
+        rows.append(row)
+    columns = [
+        "rank",
+        "collective",
+        "count",
+        "comm_s",
+        "exposed_s",
+        "size_bytes",
+    ]
+    return with_origin(pd.DataFrame(rows, columns=columns), timeline)
 
 
 def unseen_waits(timeline: Timeline, table: pd.DataFrame) -> pd.DataFrame:

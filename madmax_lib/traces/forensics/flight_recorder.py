@@ -40,26 +40,7 @@ def flight_calls(folder: str | Path) -> pd.DataFrame:
     ValueError naming a file that is no dump, and FileNotFoundError and ValueError for
     no folder and no dumps.
     """
-    folder = Path(folder).expanduser()
-    if not folder.is_dir():
-        raise FileNotFoundError(f"{folder}: no such directory of dumps, one per rank")
-    dumps = {}
-    for path in sorted(folder.iterdir()):
-        number = re.search(r"(\d+)(?:\.json)?$", path.name)
-        if not number or path.name.startswith(".") or not path.is_file():
-            continue
-        rank = int(number[1])
-        if rank in dumps:
-            raise ValueError(
-                f"{folder}: two dumps of rank {rank}; keep those of one moment in a "
-                "folder"
-            )
-        dumps[rank] = _entries(path)
-    if not dumps:
-        raise ValueError(
-            f"{folder}: no dumps; their names end in the rank, such as "
-            "nccl_trace_rank_0"
-        )
+    dumps = _dumps(Path(folder).expanduser())
     try:
         rows = [
             _row(rank, entry, groups)
@@ -88,6 +69,30 @@ def flight_calls(folder: str | Path) -> pd.DataFrame:
     calls["ranks"] = calls["ranks"].mask(untold, calls["group"].map(seen))
     calls.attrs["dumped"] = sorted(dumps)
     return calls
+
+
+def _dumps(folder):
+    """Calls and groups of each rank that has a dump."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder}: no such directory of dumps, one per rank")
+    dumps = {}
+    for path in sorted(folder.iterdir()):
+        number = re.search(r"(\d+)(?:\.json)?$", path.name)
+        if not number or path.name.startswith(".") or not path.is_file():
+            continue
+        rank = int(number[1])
+        if rank in dumps:
+            raise ValueError(
+                f"{folder}: two dumps of rank {rank}; keep those of one moment in a "
+                "folder"
+            )
+        dumps[rank] = _entries(path)
+    if not dumps:
+        raise ValueError(
+            f"{folder}: no dumps; their names end in the rank, such as "
+            "nccl_trace_rank_0"
+        )
+    return dumps
 
 
 def flight_findings(calls: pd.DataFrame) -> pd.DataFrame:

@@ -15,10 +15,10 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib.base import NS_PER_S
-from madmax_lib.timeline import Timeline, cached_per_timeline, with_origin
+from madmax_lib.timeline import Timeline, cached_per_timeline, ends_ns, with_origin
 from madmax_lib.traces.operators.ops import OUTSIDE
 from madmax_lib.traces.read.nesting import Nest, thread_of
-from madmax_lib.traces.tables import ends_ns, largest_first, stacked
+from madmax_lib.traces.tables import largest_first, stacked
 
 # allocated there, or anywhere else that no event with an address tells
 BEFORE = "before the trace"

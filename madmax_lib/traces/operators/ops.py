@@ -8,17 +8,16 @@ on a rank with a device, launched work: capturing a graph computes nothing.
 
 import re
 import warnings
-from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
 
 from madmax_lib.base import NS_PER_S
-from madmax_lib.timeline import BUSY_KINDS, Timeline, cached_per_timeline, with_origin
+from madmax_lib.timeline import Timeline, busy_spans, cached_per_timeline, with_origin
 from madmax_lib.traces.operators.op_flops import operator_costs
 from madmax_lib.traces.read.events import TraceWarning
 from madmax_lib.traces.read.nesting import Nest, thread_of
-from madmax_lib.traces.tables import covered, largest_first, ratio, stacked
+from madmax_lib.traces.tables import largest_first, ratio, stacked
 from madmax_lib.traces.waits.launch import device_work
 
 OUTSIDE = "outside of operators"
@@ -138,7 +137,7 @@ def kernels(timeline: Timeline) -> pd.DataFrame:
     total_s, mean_s, min_s, max_s,
     std_s, share (of the rank's sum, 0..1).
     """
-    spans = timeline.spans[timeline.spans["kind"].isin(BUSY_KINDS)]
+    spans = busy_spans(timeline.spans)
     how = {
         "count": "size",
         "total_s": "sum",
@@ -150,41 +149,6 @@ def kernels(timeline: Timeline) -> pd.DataFrame:
     by_name = spans.groupby(["rank", "kind", "name"], observed=True)["dur_ns"]
     table = _in_seconds(by_name.agg(**how).reset_index(), "total_s")
     return with_origin(largest_first(table, "total_s", "rank", "name"), timeline)
-
-
-def kernel_types(timeline: Timeline, kinds: Sequence[str] = BUSY_KINDS) -> pd.DataFrame:
-    """Busy time of each rank by the kinds that run at the same moment: rank, kinds,
-    total_s, share (of busy, 0..1).
-
-    kinds: "compute" alone, "compute + comm" side by side, ...; their times add up to
-    the busy time. Kinds that are not asked for count as idle, as HTA's kernel breakdown
-    leaves out copies by default.
-    """
-    rows = []
-    for rank in timeline.ranks:
-        spans = timeline.spans[timeline.spans["rank"] == rank]
-        stretches = [covered(spans[spans["kind"] == kind]) for kind in kinds]
-        # (2m,) starts, then ends of the m covered stretches of each kind
-        times = np.concatenate([each.T.ravel() for each in stretches])
-        # Each kind is a bit of the state: added where a stretch starts, taken off at
-        # its end. Stretches of one kind are disjoint, so the sum is the set of kinds
-        # that run.
-        changes = [
-            np.repeat([1 << bit, -(1 << bit)], len(each))
-            for bit, each in enumerate(stretches)
-        ]
-        change = np.concatenate(changes)
-        order = np.argsort(times, kind="stable")
-        running = np.cumsum(change[order])[:-1]
-        lasting = np.diff(times[order])
-        for state in range(1, 1 << len(kinds)):
-            if (time_ns := lasting[running == state].sum()) > 0:
-                together = [kind for bit, kind in enumerate(kinds) if state >> bit & 1]
-                rows.append((rank, " + ".join(together), time_ns / NS_PER_S))
-    table = pd.DataFrame(rows, columns=["rank", "kinds", "total_s"])
-    of_rank = table.groupby("rank")["total_s"].transform("sum")
-    table["share"] = ratio(table["total_s"], of_rank)
-    return with_origin(table, timeline)
 
 
 @cached_per_timeline
@@ -239,19 +203,26 @@ def operator_calls(timeline: Timeline) -> tuple[pd.DataFrame, pd.DataFrame]:
     labels = {"again": calls["name"], "shape_again": calls["name"] + calls["shapes"]}
     for column, label in labels.items():
         calls[column] = nest.within(np.ones(len(calls), dtype=bool), label.to_numpy())
-    costs = operator_costs(table.assign(name=calls["name"]))
-    # An operator that launched nothing, as in the capture of a graph, moved nothing.
-    costs.loc[on_device & (calls["kernels"] == 0), ["flops", "moved_bytes"]] = np.nan
     is_tf32 = spans["name"].str.contains(_TF32).to_numpy()[work["row"]]
     tf32 = nest.inclusive(nest.sums(call, is_tf32)) > 0
-    calls["dtype"] = costs["dtype"].mask(tf32 & (costs["dtype"] == "fp32"), "tf32")
+    costs = operator_costs(table.assign(name=calls["name"]))
+    return _with_costs(nest, calls, costs, tf32), work.assign(call=call)
+
+
+def _with_costs(nest, calls, costs, tf32):
+    """Calls with dtype, and with FLOPs and bytes where they count. tf32: (n,) whether
+    one of its kernels computes so.
+    """
+    # An operator that launched nothing, as in the capture of a graph, moved nothing.
+    is_idle = calls["on_device"] & (calls["kernels"] == 0)
+    costs.loc[is_idle, ["flops", "moved_bytes"]] = np.nan
     products, movers = _counted(nest, costs)
-    calls = calls.assign(
+    return calls.assign(
+        dtype=costs["dtype"].mask(tf32 & (costs["dtype"] == "fp32"), "tf32"),
         flops=costs["flops"].where(products),
         moved_bytes=costs["moved_bytes"].where(movers),
+        counted=products | nest.within(products),
     )
-    calls["counted"] = products | nest.within(products)
-    return calls, work.assign(call=call)
 
 
 def _counted(nest, costs):

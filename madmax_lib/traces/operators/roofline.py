@@ -13,11 +13,11 @@ import pandas as pd
 from madmax_lib import catalog
 from madmax_lib.base import NS_PER_S
 from madmax_lib.catalog import Device
-from madmax_lib.timeline import Timeline, with_origin
+from madmax_lib.timeline import Timeline, busy_spans, with_origin
 from madmax_lib.traces.diff import op_classes
 from madmax_lib.traces.operators.ops import operator_calls, operators
 from madmax_lib.traces.read.events import TraceWarning
-from madmax_lib.traces.tables import busy_spans, largest_first, ratio, stacked
+from madmax_lib.traces.tables import largest_first, ratio, stacked
 from madmax_lib.traces.waits.step_times import step_periods
 
 _PRODUCTS = ("gemm", "convolution", "attention")

@@ -1,6 +1,7 @@
 """Events of a trace file as typed structs, and what the file says beside them."""
 
 import functools
+import json
 import operator
 import warnings
 from dataclasses import dataclass, field
@@ -9,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+
+from madmax_lib.catalog import data_file
 
 # text of a number to Decimal; what is none becomes NaN and what is beyond all bounds
 # Infinity, which costs no time
@@ -36,24 +39,11 @@ class TraceWarning(UserWarning):
     """A trace was read, but something in it was missing, damaged or ambiguous."""
 
 
-# keys of an event's args, by the field of Args
-_KEYS = {
-    "external_id": "External id",
-    "external_id_new": "External Id",
-    "external_id_old": "external id",
-    "size_bytes": "bytes",
-    "collective": "Collective name",
-    "in_elements": "In msg nelems",
-    "out_elements": "Out msg nelems",
-    "group": "Process Group Name",
-    "group_rank": "Rank",
-    "group_ranks": "Process Group Ranks",
-    "connection": "connection_id",
-    "task": "Task Type",
-}
+# keys of an event's args, by the fields of Args and of what extends them
+ARGS_KEYS = json.loads(data_file("trace_args.json").read_text())
 
 
-class Args(msgspec.Struct, frozen=True, gc=False, rename=_KEYS):
+class Args(msgspec.Struct, frozen=True, gc=False, rename=ARGS_KEYS):
     """The fields of an event's args that we use; any type, because tools write ids as
     numbers or text.
     """

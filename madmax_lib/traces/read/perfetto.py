@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib.traces.read.events import SOURCE_KEY, NotATrace, RawTrace
-from madmax_lib.traces.read.values import Codes, integers
+from madmax_lib.traces.read.values import Codes, integers, recorded_codes
 from madmax_lib.traces.read.wire import BYTES, FIXED, PADDING, Broken, Messages
 
 _BEGIN = 1  # types of track events
@@ -46,8 +46,6 @@ STAGES = {  # category of Kineto, by name of a render stage
     "EventRecord": "graph_event_node",
     "HostNode": "graph_host_node",
 }
-# slices of a GPU's streams that only wait
-_WAITS = ("Event Sync", "Stream Wait Event", "Stream Sync", "Context Sync")
 _NAMES = {"device id": "device", "context id": "context", "stream id": "stream"}
 
 
@@ -326,10 +324,10 @@ class Packets:
         name = self._named(events, 23, 10, "name")[begins]
         category = self._named(events, 22, 3, "category")[begins]
         # a name tells its category on a stream of a GPU where none is written
-        of_name = self._renamed(
-            name,
-            lambda text: "cuda_sync" if text in _WAITS else STAGES.get(text, "kernel"),
+        categories = STAGES | dict.fromkeys(
+            recorded_codes("wait").values(), "cuda_sync"
         )
+        of_name = self._renamed(name, lambda text: categories.get(text, "kernel"))
         unlabelled = np.where(on_gpu[code], of_name, self.texts["cpu_op"])
         category = np.where(category > 0, category, unlabelled)
         annotations = events.inside(4)

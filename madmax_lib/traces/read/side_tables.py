@@ -17,7 +17,6 @@ import msgspec
 import numpy as np
 import pandas as pd
 
-from madmax_lib import catalog
 from madmax_lib.timeline.kinds import COLLECTIVES, POINT_TO_POINT
 from madmax_lib.timeline.side_tables import SIDE_TABLES, SideTables, conform
 from madmax_lib.timeline.timeline import SPANS, Timeline
@@ -28,8 +27,14 @@ from madmax_lib.traces.read.event_columns import (
     complete,
     with_exact_times,
 )
-from madmax_lib.traces.read.events import Args, Event
-from madmax_lib.traces.read.values import FAR_US, Codes, integers, nanoseconds
+from madmax_lib.traces.read.events import ARGS_KEYS, Args, Event
+from madmax_lib.traces.read.values import (
+    FAR_US,
+    Codes,
+    integers,
+    nanoseconds,
+    recorded_codes,
+)
 
 # allreduce, _allreduce_base and ALL-REDUCE are all_reduce; the order is that of
 # COLLECTIVES, in which a reduce-scatter is found before reduce and scatter
@@ -41,36 +46,16 @@ _SPELLINGS = {
 _NO_TEXT = msgspec.Raw(b"")
 _NULL = (b"", b"null")
 _OPERATORS = ("cpu_op", "operator")
-# by c10::DeviceType (c10/core/DeviceType.h)
-_DEVICES = {
-    0: "cpu",
-    1: "cuda",
-    6: "hip",
-    7: "fpga",
-    9: "xla",
-    12: "xpu",
-    15: "hpu",
-    17: "lazy",
-    18: "ipu",
-    19: "mtia",
-    20: "privateuse1",
-}
-
-
-# keys of an event's args, by the field of _FullArgs
-_KEYS = json.loads(catalog.data_file("trace_args.json").read_text())
 # fields of _FullArgs by table and column, where they are called otherwise
 _FIELDS = {
     ("calls", "ranks"): "group_ranks",
     ("calls", "sequence"): "sequence_in_group",
-    ("memory", "allocated_bytes"): "total_allocated",
-    ("memory", "reserved_bytes"): "total_reserved",
     ("syncs", "stream"): "waits_for_stream",
     ("syncs", "correlation"): "waits_for_correlation",
 }
 
 
-class _FullArgs(Args, frozen=True, gc=False, rename=_KEYS):
+class _FullArgs(Args, frozen=True, gc=False, rename=ARGS_KEYS):
     """Every field of args that an analysis reads."""
 
     group_size: Any = None
@@ -81,8 +66,8 @@ class _FullArgs(Args, frozen=True, gc=False, rename=_KEYS):
     target_rank: Any = None
     address: Any = None
     allocated: Any = None
-    total_allocated: Any = None
-    total_reserved: Any = None
+    allocated_bytes: Any = None
+    reserved_bytes: Any = None
     device_type: Any = None
     device_id: Any = None
     shapes: msgspec.Raw = _NO_TEXT
@@ -262,7 +247,9 @@ def _memory(events, exact, threads, rank):
     def device(args):
         name = str(args.device_type)
         if isinstance(args.device_type, int):
-            name = _DEVICES.get(args.device_type, f"device type {name}")
+            name = recorded_codes("device type").get(
+                args.device_type, f"device type {name}"
+            )
         is_single = name == "cpu" or args.device_id in (None, -1)
         return name if is_single else f"{name}:{args.device_id}"
 

@@ -119,6 +119,17 @@ def recorded_dtype(kind: str) -> str:
     return "" if math.isnan(dtype_bytes(name)) else name
 
 
+@cache
+def recorded_codes(of: str) -> dict[int, str]:
+    """Names by the numbers that recordings write for them: `data/recorded_codes.csv`.
+
+    >>> recorded_codes("wait")[3]
+    'Stream Sync'
+    """
+    table = catalog.table("recorded_codes", numbers=True)
+    return table[table["of"] == of].set_index("code")["name"].to_dict()
+
+
 class Codes(dict):
     """Numbers values in order of appearance."""
 

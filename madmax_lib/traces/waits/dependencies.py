@@ -31,8 +31,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from madmax_lib.timeline import Timeline
-from madmax_lib.traces.tables import ends_ns
+from madmax_lib.timeline import Timeline, ends_ns
 from madmax_lib.traces.waits.slices import (
     IN_FLIGHT,
     cut_into_slices,

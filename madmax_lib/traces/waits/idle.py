@@ -11,8 +11,8 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib.base import NS_PER_S, covered_before
-from madmax_lib.timeline import Timeline, cached_per_timeline, with_origin
-from madmax_lib.traces.tables import covered, ends_ns, ratio
+from madmax_lib.timeline import Timeline, cached_per_timeline, ends_ns, with_origin
+from madmax_lib.traces.tables import covered, ratio
 from madmax_lib.traces.waits.launch import device_work
 
 _CAUSES = ("host_wait", "kernel_wait", "other")

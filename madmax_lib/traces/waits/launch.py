@@ -14,11 +14,10 @@ import pandas as pd
 
 from madmax_lib.base import NS_PER_S
 from madmax_lib.timeline import BUSY_KINDS, Timeline, cached_per_timeline, with_origin
+from madmax_lib.traces.read.values import recorded_codes
 
 # launch time of work without a launch: before everything
 _NO_LAUNCH_NS = np.iinfo(np.int64).min
-# HTA's reading takes them for kernels
-_SYNCS = ("Event Sync", "Stream Sync", "Context Sync", "Stream Wait Event")
 
 
 @cached_per_timeline
@@ -36,7 +35,8 @@ def device_work(timeline: Timeline) -> pd.DataFrame:
     on_device = (
         (spans["stream"] >= 0)
         & spans["kind"].isin(BUSY_KINDS)
-        & ~spans["name"].isin(_SYNCS)
+        # HTA's reading takes them for kernels
+        & ~spans["name"].isin(recorded_codes("wait").values())
     )
     calls = np.flatnonzero(linked & (spans["stream"] < 0) & (spans["kind"] == "cpu"))
     # Of host calls with one correlation the earliest is the launch.

@@ -47,32 +47,7 @@ def transfer_times(
         grown = np.divide(new, old, out=np.ones(len(old)), where=old > 0)
         seconds = table["alone_s"] * grown
     else:
-        if devices_per_node is not None and devices_per_node < 1:
-            raise ValueError(f"devices_per_node={devices_per_node} must be at least 1")
-        nodes = partial(_nodes, collectives, devices_per_node)
-        price = (
-            collectives
-            if callable(collectives)
-            else MeasuredCollectives(collectives).seconds
-        )
-        # Calls repeat: each distinct one is priced once.
-        keys = pd.DataFrame(
-            {
-                "kind": table["price"],
-                "ranks": more,
-                "size": table["size_bytes"].fillna(0.0),
-                "group": table["group"],
-            }
-        )
-        priced = lru_cache(None)(partial(_price, price, nodes))
-        seconds = [priced(*key) for key in keys.itertuples(index=False)]
-        seconds = pd.Series(seconds, table.index, dtype=float)
-        if len(table) and seconds.isna().all() and not callable(collectives):
-            kind, size = keys[["kind", "ranks"]].iloc[0]
-            raise ValueError(
-                f"collectives: no row matches a call of the step, such as {kind} of "
-                f"{size} ranks"
-            )
+        seconds = _priced_s(table, more, collectives, devices_per_node)
         seconds = seconds.fillna(table["alone_s"])
     # Transfers that share a link stretch and shrink together: what a run of them takes
     # is scaled by the sum of their new times over that of the old ones.
@@ -88,6 +63,39 @@ def transfer_times(
     )
     result[at] = np.where(before > 0, scaled_ns, seconds * NS_PER_S)
     return result
+
+
+def _priced_s(table, ranks, collectives, devices_per_node):
+    """Seconds (n,) of transfers by a price or a table of measured collectives, NaN
+    where nobody knows.
+    """
+    if devices_per_node is not None and devices_per_node < 1:
+        raise ValueError(f"devices_per_node={devices_per_node} must be at least 1")
+    nodes = partial(_nodes, collectives, devices_per_node)
+    price = (
+        collectives
+        if callable(collectives)
+        else MeasuredCollectives(collectives).seconds
+    )
+    # Calls repeat: each distinct one is priced once.
+    keys = pd.DataFrame(
+        {
+            "kind": table["price"],
+            "ranks": ranks,
+            "size": table["size_bytes"].fillna(0.0),
+            "group": table["group"],
+        }
+    )
+    priced = lru_cache(None)(partial(_price, price, nodes))
+    seconds = [priced(*key) for key in keys.itertuples(index=False)]
+    seconds = pd.Series(seconds, table.index, dtype=float)
+    if len(table) and seconds.isna().all() and not callable(collectives):
+        kind, size = keys[["kind", "ranks"]].iloc[0]
+        raise ValueError(
+            f"collectives: no row matches a call of the step, such as {kind} of "
+            f"{size} ranks"
+        )
+    return seconds
 
 
 def _transfers(timeline, graph):

@@ -12,11 +12,10 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib.base import NS_PER_S
-from madmax_lib.timeline import BUSY_KINDS, Timeline, with_origin
+from madmax_lib.timeline import BUSY_KINDS, Timeline, ends_ns, with_origin
 from madmax_lib.timeline.kinds import POINT_TO_POINT
 from madmax_lib.traces.comm.alignment import align, components
 from madmax_lib.traces.comm.collectives import calls
-from madmax_lib.traces.tables import ends_ns
 
 # columns that any table of operations has
 NEEDED = [

@@ -19,8 +19,7 @@ from functools import cached_property
 import numpy as np
 import pandas as pd
 
-from madmax_lib.timeline import BUSY_KINDS, Timeline
-from madmax_lib.traces.tables import busy_spans, ends_ns
+from madmax_lib.timeline import BUSY_KINDS, Timeline, busy_spans, ends_ns
 from madmax_lib.traces.waits.dependencies import (
     HELD_BACK_NS,
     LAUNCH_NS,

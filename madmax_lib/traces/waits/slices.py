@@ -7,9 +7,8 @@ slice.
 import numpy as np
 import pandas as pd
 
-from madmax_lib.base import pack, union
-from madmax_lib.timeline import BUSY_KINDS
-from madmax_lib.traces.tables import ends_ns
+from madmax_lib.base import pack, reach, union
+from madmax_lib.timeline import BUSY_KINDS, ends_ns
 
 # Streams up to here hold one message each, which a host thread has sent or awaits.
 IN_FLIGHT = -1_000_000
@@ -149,7 +148,5 @@ def _inside(rows, thread, kind):
     """Whether each row (n,) lies within the thread's spans of a kind."""
     thread = thread[thread["kind"] == kind]
     start_ns = thread["start_ns"]
-    start, end = union(pack(start_ns, thread["end_ns"] - start_ns)).T
-    at = np.searchsorted(start, rows["start_ns"], side="right") - 1
-    # Position -1, no span before, reads the 0 that is appended to the ends.
-    return (at >= 0) & (rows["end_ns"].to_numpy() <= np.r_[end, 0][at])
+    around = union(pack(start_ns, thread["end_ns"] - start_ns))
+    return rows["end_ns"].to_numpy() <= reach(around, rows["start_ns"])

@@ -16,15 +16,15 @@ import pandas as pd
 from madmax_lib.base import NS_PER_S
 from madmax_lib.base.fields import require_type
 from madmax_lib.timeline import (
-    BUSY_KINDS,
     Timeline,
+    busy_spans,
     cached_per_timeline,
+    ends_ns,
     rank_breakdown,
     with_origin,
 )
 from madmax_lib.traces.read.nesting import Nest
 from madmax_lib.traces.read.steps import step_spans
-from madmax_lib.traces.tables import busy_spans, ends_ns
 from madmax_lib.traces.waits.launch import device_work
 
 _PARTS = (
@@ -177,7 +177,7 @@ def step_periods(timeline: Timeline) -> pd.DataFrame:
     """
     spans = timeline.spans
     work = device_work(timeline)
-    busy = spans[spans["kind"].isin(BUSY_KINDS) & (spans["step"] >= 0)]
+    busy = busy_spans(spans[spans["step"] >= 0])
     of_step = busy.assign(end_ns=ends_ns(busy)).groupby(["rank", "step"])
     table = of_step.agg(begin_ns=("start_ns", "min"), end_ns=("end_ns", "max"))
     # Work that the step itself has launched; other work may be of a step before.

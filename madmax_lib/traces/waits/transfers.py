@@ -17,8 +17,10 @@ from collections.abc import Iterator
 import numpy as np
 import pandas as pd
 
+from madmax_lib.base import reach
+from madmax_lib.timeline import ends_ns
 from madmax_lib.traces.comm.call_metadata import call_metadata
-from madmax_lib.traces.tables import covered, ends_ns
+from madmax_lib.traces.tables import covered
 from madmax_lib.traces.waits.work import StepWork, end_of, joined_edges, start_of
 
 _PAUSES = r"wait|run_backward|: backward"
@@ -132,10 +134,7 @@ def _end_of_backward(
 
 def _within(start_ns, spans):
     """Whether each time (n,) lies inside of spans of a thread."""
-    start, end = covered(spans).T
-    at = np.searchsorted(start, start_ns, side="right") - 1
-    # Position -1, no span before, reads the 0 that is appended to the ends.
-    return (at >= 0) & (np.asarray(start_ns) < np.r_[end, 0][at])
+    return np.asarray(start_ns) < reach(covered(spans), start_ns)
 
 
 def _links(work, gloo):

@@ -1,4 +1,4 @@
-"""The five shapes that pictures are made of: bars, lines, areas, blocks of time, grids.
+"""The four shapes that pictures are made of: bars, lines, blocks of time, grids.
 
 Each draws on given Axes; rows count from the top.
 """
@@ -153,29 +153,6 @@ def thinned(table: pd.DataFrame, column: str) -> pd.DataFrame:
     # a row that is two of the four, say first and lowest, stays once
     rows = np.unique(np.concatenate(ends))
     return table.iloc[rows].reset_index(drop=True)
-
-
-def areas(
-    ax: Axes,
-    x: Sequence[float],
-    parts: pd.DataFrame,
-    fills: Mapping[str, Fill],
-    *,
-    source: str | None = None,
-    step: str | None = None,
-) -> np.ndarray:
-    """Columns of a table as areas one upon another, in the order of `fills`; returns
-    the top.
-
-    step: "post" or "mid" for values that hold until the next one, or around each.
-    """
-    below = np.zeros(len(parts))
-    for name, fill in fills.items():
-        above = below + parts[name].to_numpy(float)
-        paint = fill_of(fill, source)
-        ax.fill_between(x, below, above, step=step, label=name, **paint)
-        below = above
-    return below
 
 
 def blocks(

@@ -99,23 +99,12 @@ def patch_key(label: str, fill: Fill, source: str | None = None) -> Patch:
     return Patch(label=label, **fill_of(fill, source))
 
 
-def mark_key(
-    label: str, marker: str = "D", color: str = PAPER, *, hollow: bool = True, **style
-) -> Line2D:
+def mark_key(label: str, **style) -> Line2D:
     """A legend entry for a mark without a line; by default the hollow diamond of
     published values.
     """
-    return Line2D(
-        [],
-        [],
-        mec=color,
-        ls="none",
-        label=label,
-        marker=marker,
-        color=color,
-        mfc="none" if hollow else color,
-        **style,
-    )
+    diamond = {"marker": "D", "color": PAPER, "mfc": "none", "ls": "none"}
+    return Line2D([], [], label=label, **diamond | style)
 
 
 def line_key(label: str, color: str = DARK, **style) -> Line2D:

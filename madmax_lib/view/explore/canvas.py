@@ -16,9 +16,8 @@ import pandas as pd
 from pandas.api.types import union_categoricals
 
 from madmax_lib.base import NS_PER_S
-from madmax_lib.timeline import BUSY_KINDS, Timeline
+from madmax_lib.timeline import BUSY_KINDS, Timeline, busy_spans
 from madmax_lib.traces.read.nesting import Nest
-from madmax_lib.traces.tables import busy_spans
 from madmax_lib.traces.waits.launch import device_work
 from madmax_lib.view.words import COLORS, LABELS, lanes
 

@@ -91,7 +91,8 @@ class Explorer:
                 self._following = False
 
     def _repr_mimebundle_(self, **_):
-        return view_bundle(self.widget if interactive() else None, self.figure)
+        live = self.widget if interactive() else None
+        return view_bundle(live, self.figure, self.html)
 
 
 class Later:

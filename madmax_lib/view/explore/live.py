@@ -1,64 +1,54 @@
 """Pictures with a control for each value that they are drawn from."""
 
-import io
 from collections.abc import Callable, Sequence
 from functools import cached_property
 
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-from madmax_lib.view.explore.widgets import interactive, view_bundle
+from madmax_lib.view.explore.explorer import Explorer, message_html
+from madmax_lib.view.explore.widgets import png_of
 
 
-class Live:
+class Live(Explorer):
     """A picture that is drawn again when a control beside it is turned.
 
         view.Live(lambda micro_batch: draw(micro_batch), micro_batch=[1, 2, 4])
 
-    draw: makes the axes, of a value of each name. values: what each may be, in order;
-    the first ones are drawn where no widget can be shown.
+    draw: makes the axes, of a value of each name. values: what each may be; the first
+    ones are drawn where no widget can be shown.
     """
 
     def __init__(self, draw: Callable[..., Axes], **values: Sequence):
         self.draw = draw
-        self.values = values
+        self.offers = {name: list(options) for name, options in values.items()}
+        self.values = {name: options[0] for name, options in values.items()}
 
-    def static(self) -> plt.Figure:
-        """The picture of the first values."""
-        first = {name: options[0] for name, options in self.values.items()}
-        return self.draw(**first).figure
+    @property
+    def html(self) -> str:
+        """Reason why the last values cannot be drawn."""
+        return self.error and message_html(self.error)
+
+    def figure(self) -> plt.Figure:
+        """The picture of the values as they stand."""
+        return self.draw(**self.values).figure
+
+    @cached_property
+    def picture(self):
+        """The picture as a widget."""
+        import ipywidgets
+
+        return ipywidgets.Image(value=png_of(self.figure()), format="png")
 
     @cached_property
     def widget(self):
-        """Controls above the picture; what cannot be drawn is said in its place."""
-        import ipywidgets as w
+        """Controls above the picture; what cannot be drawn is said between them."""
+        for control in self.controls.values():
+            control.continuous_update = False  # a picture takes a while
+        return self.stacked(self.numbers, self.picture)
 
-        picture = w.Image(format="png")
-        message = w.Label()
-        controls = {
-            name: w.SelectionSlider(
-                options=list(options), description=name, continuous_update=False
-            )
-            for name, options in self.values.items()
-        }
-
-        def turn(_change=None):
-            message.value = ""
-            try:
-                chosen = {name: control.value for name, control in controls.items()}
-                figure = self.draw(**chosen).figure
-            except ValueError as error:
-                message.value = str(error)
-                return
-            with io.BytesIO() as file:
-                figure.savefig(file, format="png", dpi=110)
-                picture.value = file.getvalue()
-            plt.close(figure)
-
-        for control in controls.values():
-            control.observe(turn, "value")
-        turn()
-        return w.VBox([*controls.values(), message, picture])
-
-    def _repr_mimebundle_(self, **_):
-        return view_bundle(self.widget if interactive() else None, self.static)
+    def turn(self, name: str, value) -> None:
+        """Draw anew with another value."""
+        values = self.values | {name: value}
+        self.picture.value = png_of(self.draw(**values).figure)
+        self.values = values

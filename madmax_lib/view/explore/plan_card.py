@@ -1,4 +1,4 @@
-"""Card of a plan: time, MFU and memory with what they consist of, as HTML and as bars.
+"""Card of a plan: time, MFU and memory with what they consist of, as HTML.
 
 The numbers are those of `estimate` and `memory`: a few milliseconds, so that a slider
 can be followed.
@@ -7,7 +7,6 @@ can be followed.
 from dataclasses import dataclass
 
 import pandas as pd
-from matplotlib.axes import Axes
 
 from madmax_lib.base import format_s
 from madmax_lib.catalog import Cluster, Model
@@ -19,7 +18,7 @@ from madmax_lib.simulator.memory.memory import (
     peak_bytes,
     usable_bytes,
 )
-from madmax_lib.view.drawing import COLORS, COMPONENTS, DASHED, bars, patch_key
+from madmax_lib.view.drawing import COLORS, COMPONENTS
 from madmax_lib.view.plots.predicted import STEP_PARTS
 
 _TIME = ["compute", "exposed communication", "pipeline bubble", "optimizer and host"]
@@ -95,17 +94,6 @@ def plan_card_html(card: PlanCard) -> str:
     )
 
 
-def plot_plan_card(card: PlanCard, axes: tuple[Axes, Axes]) -> None:
-    """The two bars into two axes: parts of the step in percent, memory in GiB."""
-    time, room = axes
-    _bar(time, card.time_s / card.row["step_s"] * 100)
-    time.set(xlim=(0, 100), xlabel="share of the step [%]", title=card.step_text)
-    _bar(room, card.memory_bytes / 2**30)
-    room.axvline(card.room_bytes / 2**30, **DASHED)
-    room.set_xlim(0, 1.05 * max(card.room_bytes, card.memory_bytes.sum()) / 2**30)
-    room.set_xlabel("memory of the fullest device [GiB], dashed: what it has")
-
-
 def _gib(size_bytes):
     return f"{size_bytes / 2**30:.3g} GiB"
 
@@ -124,18 +112,4 @@ def _bar_html(parts, total, text):
     return (
         f'<div style="{style}">{blocks}</div>'
         f'<div style="font-size:11px">{" · ".join(legend)}</div>'
-    )
-
-
-def _bar(ax, parts):
-    fills = {name: _FILLS[name] for name in parts.index}
-    bars(ax, parts.to_frame().T, fill=fills, height=0.8)
-    ax.set_yticks([])
-    ax.legend(
-        handles=[patch_key(*entry) for entry in fills.items()],
-        loc="upper left",
-        bbox_to_anchor=(0, -0.9),
-        ncols=5,
-        frameon=False,
-        fontsize=7,
     )

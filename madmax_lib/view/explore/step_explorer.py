@@ -31,7 +31,6 @@ from madmax_lib.view.explore.explorer import (
 from madmax_lib.view.explore.plan_card import (
     plan_card,
     plan_card_html,
-    plot_plan_card,
 )
 from madmax_lib.view.explore.widgets import TimelineView, widget_class
 from madmax_lib.view.plots.breakdown import plot_timeline
@@ -198,20 +197,10 @@ class StepExplorer(WorkloadExplorer):
         return words
 
     def figure(self) -> plt.Figure:
-        """The static picture: parts of time and memory as bars above the timeline."""
-        # inches and ratios grow with the rows of the timeline
-        rows = self.view.rows
-        figure, axes = plt.subplots(
-            3,
-            1,
-            layout="constrained",
-            figsize=(9, 4.2 + 0.22 * rows),
-            height_ratios=[1.5, 1.5, 3 + rows],
-        )
-        plot_plan_card(self.card, axes[:2])
-        plot_timeline(self.view.timelines[0], axes[2])
-        axes[2].set_title(f"Simulated: {self._caption}")
-        return figure
+        """The static picture: the timeline."""
+        ax = plot_timeline(self.view.timelines[0])
+        ax.set_title(f"Simulated: {self._caption}")
+        return ax.figure
 
     @property
     def offers(self) -> dict:

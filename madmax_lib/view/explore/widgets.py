@@ -23,8 +23,7 @@ from matplotlib import pyplot as plt
 
 from madmax_lib.base import format_s
 from madmax_lib.base.fields import require_type
-from madmax_lib.timeline import Timeline, breakdown_between
-from madmax_lib.traces.tables import busy_spans
+from madmax_lib.timeline import Timeline, breakdown_between, busy_spans
 from madmax_lib.view.drawing import lanes
 from madmax_lib.view.explore.canvas import columns
 from madmax_lib.view.notebooks.environment import shell
@@ -167,21 +166,29 @@ def interactive() -> bool:
     )
 
 
-def view_bundle(widget, draw) -> tuple[dict, dict]:
+def view_bundle(widget, draw, about: str = "") -> tuple[dict, dict]:
     """MIME bundle of a notebook's output: the live widget (None: none), and the static
-    picture of draw() (None: none) beside it.
+    picture of draw() (None: none) beside it, below HTML about it.
     """
     bundle = {"text/plain": "a widget; run the notebook to see it"}
     if draw is not None:
-        figure = draw()
-        with io.BytesIO() as file:
-            figure.savefig(file, format="png", dpi=110)
-            bundle["image/png"] = base64.b64encode(file.getvalue()).decode()
-        plt.close(figure)
+        png = base64.b64encode(png_of(draw())).decode()
+        bundle["image/png"] = png
+        if about:
+            picture = f'<img src="data:image/png;base64,{png}" alt="as it stands">'
+            bundle["text/html"] = about + picture
     if widget is not None:
         version = {"version_major": 2, "version_minor": 0}
         bundle[_VIEW] = version | {"model_id": widget.model_id}
     return bundle, {}
+
+
+def png_of(figure: plt.Figure) -> bytes:
+    """A figure as PNG; it is closed."""
+    with io.BytesIO() as file:
+        figure.savefig(file, format="png", dpi=110)
+        plt.close(figure)
+        return file.getvalue()
 
 
 def widget_class(script: str, style: str = "", **values):

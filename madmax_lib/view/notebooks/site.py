@@ -69,6 +69,8 @@ def _self_contained(notebook):
             if is_widget and set(output.data) <= {"text/plain"}:
                 # a progress bar, halted where the kernel last told of it
                 cell.outputs.remove(output)
+            elif "text/html" in output.get("data", {}):
+                continue  # an explorer's numbers, which hold the picture
             elif figure := _picture(output):
                 # the first sentence of the text above says what is to be seen
                 sentence = re.split(r"(?<=[.?])\s", text)[0]

@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 
 from madmax_lib.base import NS_PER_S, format_s
 from madmax_lib.base.fields import require_type
-from madmax_lib.timeline import BUSY_KINDS, Timeline
+from madmax_lib.timeline import BUSY_KINDS, Timeline, busy_spans, ends_ns
 from madmax_lib.view.drawing import (
     bar_chart,
     blocks,
@@ -35,22 +35,31 @@ _LEGIBLE = 0.08  # share of a bar above which a number fits on it
 
 
 def plot_timeline(
-    timeline: Timeline, ax: Axes | None = None, *, step: int | None = None
+    timeline: Timeline,
+    ax: Axes | None = None,
+    *,
+    step: int | None = None,
+    hosts: bool = False,
 ) -> Axes:
     """Rows by rank and stream, colour by kind, for one step (the first if none is
     given), in ms from its start.
 
-    Raises ValueError for a step that the timeline does not have.
+    hosts: with what host threads do, as other work. Raises ValueError for a step that
+    the timeline does not have.
     See also: mm.view_timeline, mm.save_figure.
     """
     require_type("timeline", timeline, Timeline)
-    spans = timeline.spans[timeline.spans["kind"].isin(BUSY_KINDS)]
+    spans = timeline.spans
+    if hosts:
+        kind = spans["kind"].astype(object)
+        spans = spans.assign(kind=kind.replace("cpu", "other"))
+    spans = busy_spans(spans)
     # without steps all spans have step -1
     spans = spans[spans["step"].isin(timeline.one_step(step) or [-1])]
     if not len(spans):
         raise ValueError("nothing to draw: no span of kind " + ", ".join(BUSY_KINDS))
     spans = spans.assign(start_ns=spans["start_ns"] - spans["start_ns"].min())
-    reach_ns = int((spans["start_ns"] + spans["dur_ns"]).max())
+    reach_ns = int(ends_ns(spans).max())
     rows = lanes(spans, timeline.meta)
     ax = ax or new_axes(height=0.9 + 0.24 * len(rows))
     fills = kind_fills(BUSY_KINDS, timeline.meta.source)

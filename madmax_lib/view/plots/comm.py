@@ -12,14 +12,12 @@ from madmax_lib.view.drawing import (
     bar_chart,
     empty,
     finish,
-    grid,
     log_axis,
     new_axes,
     rank_labels,
 )
 
 _MOST_ROWS = 16
-_MOST_RANKS = 64
 # points beyond are drawn as pixels, so that pictures of any trace stay small
 _MOST_POINTS = 1000
 _HIDDEN = {"exposed": "comm", "hidden under compute": "hidden"}
@@ -131,29 +129,6 @@ def plot_stragglers(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         rows=rank_labels(top["rank"]),
         key=_HIDDEN,
         notes=last.where(top["share"] > 0, "never last"),
-    )
-
-
-def plot_workers(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
-    """Slowdown by each worker alone, of `what_if_no_stragglers(...).workers`:
-    data-parallel rank by stage.
-    """
-    if table.empty:
-        return empty(ax, table, "No step to replay", table)
-    # several ranks of a stage (tensor parallel): the slowest of them
-    slowdown = table.groupby(["dp_rank", "stage"])["S"].max().unstack()
-    cells = slowdown.head(_MOST_RANKS)
-    worst = table.loc[table["S"].idxmax()]
-    ax = ax or new_axes(height=1.3 + 0.3 * len(cells))
-    limits = (1, max(1.02, worst["S"]))  # below 2 % all cells stay pale
-    grid(ax, cells, texts=cells.map("{:.3f}".format), limits=limits)
-    return finish(
-        ax,
-        table,
-        f"Stragglers slow the step by {table.attrs['slowdown'] - 1:.1%}, rank "
-        f"{worst['rank']:.0f} alone by {worst['S'] - 1:.1%}",
-        x="stage",
-        y="data-parallel rank",
     )
 
 

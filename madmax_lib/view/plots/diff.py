@@ -5,14 +5,13 @@ kind, operation by operation.
 it comes from.
 """
 
-from typing import NamedTuple
-
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
 from madmax_lib.base import NS_PER_S, format_s
-from madmax_lib.timeline import BUSY_KINDS, Timeline
+from madmax_lib.catalog import data_file
+from madmax_lib.timeline import BUSY_KINDS, Timeline, busy_spans, ends_ns
 from madmax_lib.traces.diff import align_ranks, align_steps, compare, op_names
 from madmax_lib.view.drawing import (
     COLORS,
@@ -31,30 +30,14 @@ from madmax_lib.view.drawing import (
     short_name,
 )
 
-_QUANTITIES = {  # of `compare`: colour, name
-    "compute_s": (COLORS["compute"], "compute"),
-    "comm_s": (COLORS["comm"], "communication"),
-    "exposed_comm_s": (COLORS["comm"], "exposed communication"),
-    "memory_s": (COLORS["memcpy"], "copies"),
-    "idle_s": (COLORS["idle"], "idle"),
-    "total_s": (PLAIN, "step"),
-    "step_s": (PLAIN, "step"),  # of `gate`
-}
+# of `compare`, and step_s of `gate`
+_QUANTITIES = pd.read_csv(data_file("view/quantities.csv"), index_col="quantity")
 _NOTHING = "nothing to draw: one of the timelines has no span of kind " + ", ".join(
     BUSY_KINDS
 )
 _LEAST_WIDTH = 3  # times the usual one, so that short copies show
 _GAP = 0.9  # rows between the two sides of a pair
 _LONGEST_NAME = 40  # letters; of longer names of kernels only the operation is shown
-
-
-class _Side(NamedTuple):
-    """Step of one timeline, its spans from 0."""
-
-    about: str
-    source: str
-    spans: pd.DataFrame
-    end_ns: int
 
 
 def plot_pair(
@@ -73,46 +56,35 @@ def plot_pair(
     """
     table = compare(a, b, labels=labels)
     labels = table.attrs["labels"]
-    sides = _sides(a, b)
-    here = pd.concat([side.spans["kind"] for side in sides]).unique()
-    kinds = [kind for kind in BUSY_KINDS if kind in here]
+    names, sides = zip(*_first_steps(a, b), strict=True)
+    here = pd.concat(sides)["kind"]
+    kinds = [kind for kind in BUSY_KINDS if (here == kind).any()]
     if not kinds:
         raise ValueError(_NOTHING)
     ax = ax or new_axes(height=1.6 + 0.5 * len(kinds))
-    reach_ns = max(side.end_ns for side in sides)
-    tops = (0.0, len(kinds) + _GAP)  # the first row of each side
+    lasts_ns = [int(ends_ns(side).max()) if len(side) else 0 for side in sides]
+    reach_ns = max(lasts_ns)
     drawn = []
-    for name, side, top, label in zip("ab", sides, tops, labels, strict=True):
-        end_s = side.end_ns / NS_PER_S
-        note(
-            ax,
-            0,
-            top - 0.5,
-            f"{label}: {side.about}, {format_s(end_s)}",
-            dx=2,
-            dy=1,
-            va="bottom",
-            fontsize=8,
-        )
-        # a row for each kind below the first row of the side
-        rows = top + side.spans["kind"].astype(object).map(kinds.index)
-        part = blocks(
-            ax,
-            side.spans.assign(place=rows),
-            kind_fills(kinds, side.source),
-            _LEAST_WIDTH * reach_ns,
-        )
-        drawn.append(part.assign(side=name))
-        bottom = top + len(kinds) - 0.55
-        ax.vlines(end_s * 1e3, top - 0.45, bottom, color="black", linewidth=0.8)
-    # both sides have the same rows
-    ticks = [top + row for top in tops for row in range(len(kinds))]
+    ticks = []
+    for number, side in enumerate(sides):
+        # a row for each kind, below those of the other side
+        top = number * (len(kinds) + _GAP)
+        rows = {kind: top + row for row, kind in enumerate(kinds)}
+        ticks += rows.values()
+        end_s = lasts_ns[number] / NS_PER_S
+        text = f"{labels[number]}: {names[number]}, {format_s(end_s)}"
+        note(ax, 0, top - 0.5, text, dx=2, dy=1, va="bottom", fontsize=8)
+        placed = side.assign(place=side["kind"].astype(object).map(rows))
+        fills = kind_fills(kinds, table.attrs["sources"][number])
+        part = blocks(ax, placed, fills, _LEAST_WIDTH * reach_ns)
+        drawn.append(part.assign(side="ab"[number]))
+        ends = (top - 0.45, ticks[-1] + 0.45)
+        ax.vlines(end_s * 1e3, *ends, color="black", linewidth=0.8)
     ax.set_yticks(ticks, [LABELS[kind] for kind in kinds] * 2)
-    change = _change(labels, *(side.end_ns for side in sides))
     return finish(
         ax,
         pd.concat(drawn)[["side", "kind", "start_s", "dur_s"]],
-        f"{change} in this step",
+        f"{_change(labels, *lasts_ns)} in this step",
         x="time from the start of the step [ms]",
         reach=1.01e3 * reach_ns / NS_PER_S,
         ylim=(ticks[-1] + 0.6, -1.2),
@@ -120,34 +92,26 @@ def plot_pair(
     )
 
 
-def _sides(a, b):
-    """The first pair of steps and ranks that correspond."""
+def _first_steps(a, b):
+    """Name and spans, from 0, of the first pair of steps and ranks that correspond."""
     steps = align_steps(a, b)
     ranks = align_ranks(a, b)
     if not len(steps):
         raise ValueError(_NOTHING)
-    sides = []
     for name, timeline in (("a", a), ("b", b)):
         rank = ranks[f"rank_{name}"].iloc[0] if len(ranks) else timeline.ranks[0]
         step = steps[f"step_{name}"].iloc[0]
         # ranks and steps of two runs have numbers of their own
-        spans = timeline.select(ranks=[rank], steps=[step]).spans
-        spans = spans[spans["kind"].isin(BUSY_KINDS)]
-        spans = spans.assign(start_ns=spans["start_ns"] - spans["start_ns"].min())
-        end_ns = (spans["start_ns"] + spans["dur_ns"]).max() if len(spans) else 0
-        sides.append(
-            _Side(
-                f"step {step} of rank {rank}", timeline.meta.source, spans, int(end_ns)
-            )
-        )
-    return sides
+        spans = busy_spans(timeline.select(ranks=[rank], steps=[step]).spans)
+        start_ns = spans["start_ns"] - spans["start_ns"].min()
+        yield f"step {step} of rank {rank}", spans.assign(start_ns=start_ns)
 
 
 def plot_compare(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Grouped bars of `compare`: each quantity in `a` above `b`, with the difference as
     text; lines from min to max.
     """
-    quantities = table.set_index("quantity").reindex(list(_QUANTITIES))
+    quantities = table.set_index("quantity").reindex(_QUANTITIES.index)
     # the title is about the step, whatever has a row
     total = quantities.loc["total_s"]
     # what neither side has, such as copies, has no row
@@ -162,12 +126,12 @@ def plot_compare(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     texts = texts.where(meaningful, "")
     key = {}
     for number, (side, label) in enumerate(zip("ab", labels, strict=True)):
-        colors = [_QUANTITIES[quantity][0] for quantity in quantities.index]
+        fills = _QUANTITIES["fill"][quantities.index]
         ends = (quantities[f"{side}_min"] * 1e3, quantities[f"{side}_max"] * 1e3)
         bars(
             ax,
             quantities[side] * 1e3,
-            fill=[_side_fill(color, table.attrs, number) for color in colors],
+            fill=[_side_fill(fill, table.attrs, number) for fill in fills],
             slot=(number, 2),
             error=ends,
             notes=texts if side == "b" else None,
@@ -178,7 +142,7 @@ def plot_compare(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         quantities.reset_index(),
         _change(labels, total["a"], total["b"]),
         x="time per step and rank [ms]",
-        rows=[_QUANTITIES[quantity][1] for quantity in quantities.index],
+        rows=_QUANTITIES["name"][quantities.index],
         key=key,
     )
 

@@ -17,14 +17,10 @@ from madmax_lib.view.drawing import (
     line_key,
     log_axis,
     new_axes,
-    note,
     plural,
     shorten,
 )
 
-_STATE_COLORS = (SERIES[0], SERIES[3], SERIES[2], "#9a9a9a", SERIES[1])
-# colour and mark
-_STATE_STYLES = dict(zip(STATES, zip(_STATE_COLORS, "osDx^", strict=True), strict=True))
 _INSIDE = 1.645  # standard deviations of a 90 % interval
 _WITHIN = 0.1  # relative error, shaded
 _PRIOR = {"color": "#dedede", "lw": 6}
@@ -40,37 +36,29 @@ def plot_constants(
     table: `calibration.constants_of`; sigma: prior widths by name. Colours: the
     states.
     """
+    import seaborn  # late: it brings scipy.stats, a second of every start
+
     # 0 is the lower bound of a constant and 1 its upper one, so that all share an axis
     low = scaled(table, "low")
     span = scaled(table, "high") - low
     names = ("start", "fitted", "interval_low", "interval_high")
     at = pd.DataFrame({name: (scaled(table, name) - low) / span for name in names})
     at = at.set_axis(table.index).assign(row=range(len(table)))
-    at["below"] = at["fitted"] - at["interval_low"]
-    at["above"] = at["interval_high"] - at["fitted"]
     prior = _INSIDE * sigma.reindex(table.index) / span
     ends = np.clip([at["start"] - prior, at["start"] + prior], 0, 1)
     ax = ax or new_axes(height=1.2 + 0.165 * len(table))
     ax.hlines(at["row"], *ends, **_PRIOR)
     ax.plot(at["start"], at["row"], "|", color="#7a7a7a", ms=7)
     # every state has an entry in the legend, with 0 too
-    counts = table["state"].value_counts().reindex(list(_STATE_STYLES), fill_value=0)
-    for state, (color, mark) in _STATE_STYLES.items():
-        part = at[table["state"] == state]
-        interval = part[["below", "above"]].to_numpy().T
-        ax.errorbar(
-            part["fitted"],
-            part["row"],
-            xerr=interval,
-            fmt=mark,
-            color=color,
-            ms=4.5,
-            elinewidth=1.6,
-            label=f"{state} ({counts[state]})",
-        )
-    # a column of values at the right
-    for row, value in enumerate(table["fitted"]):
-        note(ax, 1.02, row, f"{value:.3g}", dx=0, fontsize=6.5)
+    states = pd.Categorical(table["state"], STATES)
+    counts = states.value_counts()
+    labels = [f"{state} ({count})" for state, count in counts.items()]
+    at["state"] = states.rename_categories(labels)
+    colors = at["state"].map(dict(zip(labels, SERIES, strict=False)))
+    ax.hlines(at["row"], at["interval_low"], at["interval_high"], colors, lw=1.6)
+    look = {"hue": "state", "style": "state", "palette": SERIES[: len(labels)]}
+    seaborn.scatterplot(at, x="fitted", y="row", **look, s=25, zorder=3, ax=ax)
+    ax.set(xlabel="", ylabel="")
     ax.set_xticks([0, 0.5, 1], ["lower bound", "scale of the fit", "upper bound"])
     ax.tick_params(axis="y", labelsize=6.5)
     columns = ["start", "low", "high", *names[1:], "moved", "learned", "state"]
@@ -79,13 +67,13 @@ def plot_constants(
         table[columns].rename_axis("constant").reset_index(),
         f"The rows fix {counts['fixed by rows']} of {len(table)} constants, "
         f"{counts['at a bound']} at a bound",
-        rows=table.index,
+        rows=table.index + table["fitted"].map(": {:.3g}".format),
         key=[
             *ax.get_legend_handles_labels()[0],
             line_key("prior, 90%", **_PRIOR),
         ],
         columns=3,
-        xlim=(-0.02, 1.1),
+        xlim=(-0.02, 1.02),
     )
 
 

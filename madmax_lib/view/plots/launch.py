@@ -8,15 +8,12 @@ from matplotlib.colors import LogNorm
 from madmax_lib.base import format_s
 from madmax_lib.view.drawing import (
     COLORS,
-    SERIES,
     SHADES,
     bar_chart,
     empty,
     finish,
-    lines,
     new_axes,
     row_label,
-    thinned,
 )
 from madmax_lib.view.plots.breakdown import breakdown_parts, parts_key
 
@@ -94,40 +91,6 @@ def _launch_counts(table):
     return pd.DataFrame(bins).value_counts().sort_index().reset_index()
 
 
-def plot_queue(series: pd.DataFrame, ax: Axes | None = None) -> Axes:
-    """Launches that wait, over time, for each stream of the first rank of
-    `queue_series`.
-    """
-    if not len(series):
-        return empty(ax, series, "No queue: no launches in this trace")
-    ax = ax or new_axes(height=2.6)
-    # one rank is enough to see whether the host is ahead
-    rank = series["rank"].min()
-    first = series[series["rank"] == rank]
-    first = first.assign(time_s=first["time_s"] - first["time_s"].min())
-    streams = [thinned(part, "length") for _, part in first.groupby("stream")]
-    # the longest queues, as many as there are colours
-    streams.sort(key=lambda part: -part["length"].max())
-    data = pd.concat(streams[: len(SERIES)], ignore_index=True)
-    numbers = data["stream"].unique()
-    names = "stream " + data["stream"].astype(str)
-    drawn = data.assign(time_ms=data["time_s"] * 1e3, name=names)
-    look = {"hue": "name", "palette": SERIES[: len(numbers)], "lw": 1}
-    lines(ax, drawn, "time_ms", "length", drawstyle="steps-post", **look)
-    longest = data["length"].max()
-    return finish(
-        ax,
-        data,
-        f"Rank {rank}: up to {longest:,} launches wait on stream {numbers[0]}",
-        x="time [ms]",
-        y="launches waiting",
-        where="beside",
-        xlim=(0, None),
-        ylim=(0, None),
-        origin=series,
-    )
-
-
 def plot_idle(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Idle time of each stream by cause, of `idle`; the streams with most idle time, at
     most 24.
@@ -158,7 +121,7 @@ def plot_idle(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
 
 def plot_steps(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Parts of every step of `steps`, mean over the ranks, with its time on the host as
-    a mark; warm-up is shaded.
+    a mark; warm-up is named.
     """
     if not len(table):
         return empty(ax, table, "No steps in this trace")
@@ -201,15 +164,5 @@ def plot_steps(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         key=parts_key(parts),
         notes=notes,
     )
-    numbers = np.arange(len(mean))
-    ax.vlines(
-        mean["wall_s"] * 1e3,
-        numbers - 0.45,
-        numbers + 0.45,
-        color="black",
-        linewidth=1.4,
-    )
-    shade = {"facecolor": COLORS["idle"], "alpha": 0.4, "zorder": 0}
-    for row in np.flatnonzero(notes != ""):
-        ax.axhspan(row - 0.5, row + 0.5, **shade)
+    ax.plot(mean["wall_s"] * 1e3, range(len(mean)), "k|", ms=11, mew=1.4)
     return ax

@@ -22,8 +22,8 @@ from madmax_lib.traces.operators.memory import (
     peak,
 )
 from madmax_lib.view.drawing import (
-    areas,
     empty,
+    fill_of,
     finish,
     new_axes,
     note,
@@ -138,14 +138,9 @@ def _draw_levels(ax, drawn, source, peak_bytes, factor):
     older = drawn["before_bytes"] / factor
     allocated = drawn["allocated_bytes"] / factor
     reserved = drawn["reserved_bytes"] / factor
-    areas(
-        ax,
-        time_ms,
-        pd.DataFrame({"idle": older, "memory": allocated - older}),
-        {"idle": "idle", "memory": "memory"},
-        source=source,
-        step="post",
-    )
+    ax.fill_between(time_ms, older, step="post", **fill_of("idle", source))
+    above = fill_of("memory", source)
+    ax.fill_between(time_ms, older, allocated, step="post", **above)
     ax.step(time_ms, reserved, where="post", color="#444444", linewidth=1)
     at_end = {"dx": -3, "dy": 3, "va": "baseline", "ha": "right", "fontsize": 8}
     if reserved.notna().any():

@@ -151,15 +151,6 @@ def _draw_roofs(ax, peaks, bandwidth, limits):
         intensity = np.array([low, ridge, high])
         roof = np.minimum(intensity * bandwidth, peak) / 1e12
         ax.plot(intensity, roof, color=color, linewidth=1, zorder=1)
-        side = "right" if ridge > 3 * low else "left"
-        note(
-            ax,
-            ridge,
-            peak / 1e12,
-            f"{dtype}: {peak / 1e12:,.4g} TFLOP/s",
-            dx=0,
-            dy=3,
-            va="baseline",
-            ha=side,
-            color=color,
-        )
+        text = f"{dtype}: {peak / 1e12:,.4g} TFLOP/s"
+        above = {"dx": 0, "dy": 3, "va": "baseline", "ha": "right"}
+        note(ax, high, peak / 1e12, text, **above, color=color)

@@ -7,7 +7,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from madmax_lib.base import NS_PER_S, format_s
-from madmax_lib.timeline import BUSY_KINDS, Timeline
+from madmax_lib.timeline import BUSY_KINDS, Timeline, clipped
 from madmax_lib.traces.critical_path import PATH_KINDS
 from madmax_lib.view.drawing import (
     COLORS,
@@ -41,7 +41,7 @@ def plot_path(path: pd.DataFrame, timeline: Timeline, ax: Axes | None = None) ->
     work = _work(timeline, path.attrs["start_ns"], reach_ns)
     times_ns = (path[["start_s", "dur_s"]] * NS_PER_S).round().astype("int64")
     times_ns = times_ns.set_axis(["start_ns", "dur_ns"], axis=1)
-    on_path = _within(path.assign(**times_ns), reach_ns)
+    on_path = clipped(path.assign(**times_ns), 0, reach_ns)
     # host threads have a row only where the path runs through them
     columns = ["rank", "stream", "kind"]
     on_device = work.loc[work["kind"] != "host", columns]
@@ -85,7 +85,7 @@ def _work(timeline, start_ns, reach_ns):
     spans = timeline.spans[timeline.spans["kind"].isin([*BUSY_KINDS, "cpu"])]
     kind = spans["kind"].astype(object).replace("cpu", "host")
     spans = spans.assign(start_ns=spans["start_ns"] - start_ns, kind=kind)
-    return _within(spans, reach_ns)
+    return clipped(spans, 0, reach_ns)
 
 
 def plot_what_if(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -130,10 +130,3 @@ def plot_what_if(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     )
     ax.axvline(now_s * 1e3, color="black", linewidth=0.8, linestyle=":")
     return ax
-
-
-def _within(spans, reach_ns):
-    """The spans inside a window from 0, cut at its ends."""
-    end_ns = (spans["start_ns"] + spans["dur_ns"]).clip(upper=reach_ns)
-    start_ns = spans["start_ns"].clip(lower=0)
-    return spans.assign(start_ns=start_ns, dur_ns=end_ns - start_ns)[start_ns < end_ns]

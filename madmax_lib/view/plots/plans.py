@@ -1,10 +1,9 @@
-"""Pictures of what a planner has found: the front of time and memory, the best plans,
-trials of a tuning, a mixed fleet.
+"""Pictures of what a planner has found: the front of time and memory, stages of a
+mixed fleet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,9 +26,7 @@ if TYPE_CHECKING:
     from madmax_lib.planner.hetero.planned import Planned
 
 
-_CLOSE = 0.05  # of the best step: as near as this is found
 _SLOWEST = 5  # of the fastest step: slower plans of a front are not drawn
-_TRIALS = (1, 2, 5, 10, 20, 50, 100, 200, 500)  # ticks
 
 
 def plot_front(pareto: pd.DataFrame, room_bytes: float, ax: Axes | None = None) -> Axes:
@@ -74,46 +71,6 @@ def plot_front(pareto: pd.DataFrame, room_bytes: float, ax: Axes | None = None) 
     x += f"; {plural(slower, 'slower plan')} left out"
     y = "simulated step [s]"
     return finish(ax, table, title, x=x, y=y, reach=room_gib * 1.02)
-
-
-def plot_trials(step_s: Mapping[str, pd.Series], ax: Axes | None = None) -> Axes:
-    """Distance of the best plan so far from the best of all, by trial, for several
-    orders of trying plans.
-
-    step_s: by name of the order, seconds of its trials, NaN for a plan that failed;
-    until one ran there is no line.
-    """
-    ax = ax or new_axes(height=3.4)
-    parts = [
-        pd.DataFrame({"order": name, "step_s": part.to_numpy()})
-        for name, part in step_s.items()
-    ]
-    table = pd.concat(parts, ignore_index=True)
-    # numbered from 1 within each order
-    orders = table.groupby("order", sort=False)
-    table.insert(1, "trial", orders.cumcount() + 1)
-    # a trial that failed is no progress, but costs a trial
-    best_so_far_s = orders["step_s"].transform(lambda part: part.cummin().ffill())
-    table["slower"] = best_so_far_s / table["step_s"].min() - 1
-    drawn = table.assign(percent=100 * table["slower"])
-    look = {"hue": "order", "palette": SERIES[: len(step_s)], "lw": 1.5}
-    lines(ax, drawn, "trial", "percent", drawstyle="steps-post", **look)
-    ax.axhline(100 * _CLOSE, **DASHED)
-    first_close = table[table["slower"] <= _CLOSE].groupby("order")["trial"].min()
-    counts = ", ".join(f"{name} {first_close.get(name, 'never')}" for name in step_s)
-    ticks = [tick for tick in _TRIALS if tick <= table["trial"].max()]
-    ax.set_xscale("log")
-    ax.set_xticks(ticks, ticks)
-    return finish(
-        ax,
-        table,
-        f"Trials until within 5% of the best: {counts}",
-        x="trials",
-        y="best so far slower than the best [%]",
-        where="below",
-        ylim=(-1, min(105 * table["slower"].max(), 50)),
-        origin=parts[0],
-    )
 
 
 def plot_stages(planned: Planned, ax: Axes | None = None) -> Axes:

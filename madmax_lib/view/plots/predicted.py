@@ -1,24 +1,18 @@
 """Pictures of what a predicted step consists of: its seconds by cause, and bytes by
-component and place.
+component.
 """
 
 import pandas as pd
 from matplotlib.axes import Axes
 
-from madmax_lib.base import NS_PER_S, format_s
 from madmax_lib.catalog import data_file
-from madmax_lib.simulator.events.engine import Stream
 from madmax_lib.simulator.memory.memory import PHASES
-from madmax_lib.timeline import Timeline
 from madmax_lib.view.drawing import (
     DASHED,
     GIB,
     SERIES,
     bar_chart,
-    blocks,
     components_key,
-    finish,
-    kind_fills,
     line_key,
     new_axes,
     patch_key,
@@ -27,36 +21,7 @@ from madmax_lib.view.drawing import (
 # of a step: what each column of `estimate` is, and its kind of work
 STEP_PARTS = pd.read_csv(data_file("view/step_parts.csv"), index_col="column")
 _CAUSES = STEP_PARTS["part"][STEP_PARTS["kind"] == "comm"].to_dict()
-_LEAST_SHARE = 5e-4  # of the step; below, a part has no row
 _MOST_STAGES = 12
-_PLACES = {"device": "one device", "host": "host of a node", "nvme": "drives of a node"}
-# of what runs on a stream; others compute
-_KINDS = {"memcpy": "memcpy", "comm": "comm", "cpu": "other"}
-
-
-def plot_parts(row: pd.Series, ax: Axes | None = None) -> Axes:
-    """Seconds of a step by cause; communication counts where nothing hides it. row: of
-    `estimate`.
-    """
-    seconds = STEP_PARTS.assign(seconds=row[STEP_PARTS.index].astype(float))
-    table = seconds.groupby(["part", "kind"], sort=False)["seconds"].sum().reset_index()
-    share = table["seconds"] / row["step_s"]
-    by_kind = share.groupby(table["kind"]).sum()
-    # parts add up to the step, so that what is neither computes
-    compute = 1 - by_kind["comm"] - by_kind["idle"]
-    visible = table[share > _LEAST_SHARE]
-    return bar_chart(
-        ax,
-        table,
-        visible["seconds"],
-        f"{compute:.0%} of the step computes, {by_kind['comm']:.0%} is "
-        f"communication, {by_kind['idle']:.0%} waits",
-        x="simulated time that nothing hides [s], and its share of the step",
-        rows=visible["part"],
-        fill=visible["kind"],
-        source="simulated",
-        notes=share[visible.index].map("{:.1%}".format),
-    )
 
 
 def plot_causes(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -122,74 +87,3 @@ def plot_components(
     )
     ax.axvline(room_bytes / GIB, **DASHED)
     return ax
-
-
-def plot_places(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
-    """Components of each place as a share of what it has; the dashed line is full.
-    table: of `fits`.
-    """
-    places = table.drop_duplicates("place").set_index("place")
-    room_gib = places["usable_bytes"] / GIB
-    margin_gib = places["margin_bytes"] / GIB
-    size_gib = table.pivot_table(
-        index="place",
-        columns="component",
-        values="size_bytes",
-        aggfunc="sum",
-        sort=False,
-    ).div(GIB)
-    shares = size_gib.loc[places.index].div(room_gib, axis=0).fillna(0.0)
-    fills = components_key(table["component"])
-    # relative to what a place has: a GiB is more on a device than on a drive
-    tight = (margin_gib / room_gib).idxmin()
-    used = (room_gib - margin_gib).map("{:.1f} of ".format)
-    ax = ax or new_axes(height=2.6 + 0.45 * len(places))
-    ax = bar_chart(
-        ax,
-        table,
-        shares,
-        f"Tightest is {_PLACES[tight]}: {margin_gib[tight]:.1f} of "
-        f"{room_gib[tight]:.0f} GiB are left",
-        x="simulated memory over the room for training; dashed: full",
-        rows=[_PLACES[name] for name in places.index],
-        key=fills,
-        columns=4,
-        fill=fills,
-        source="simulated",
-        notes=used + room_gib.map("{:.0f} GiB".format),
-    )
-    ax.axvline(1.0, **DASHED)
-    return ax
-
-
-def plot_streams(timeline: Timeline, ax: Axes | None = None) -> Axes:
-    """Work of device, links and host of one rank in an offloaded step. timeline:
-    simulated, with offload.
-    """
-    spans = timeline.select(ranks=timeline.ranks[:1]).spans
-    # idle spans too: the step ends with the last of them
-    end_ns = spans["start_ns"] + spans["dur_ns"]
-    busy = spans[spans["kind"] != "idle"]
-    streams = [stream for stream in Stream if (busy["stream"] == stream).any()]
-    ax = ax or new_axes(height=1.0 + 0.34 * len(streams))
-    # one colour per stream: of the kind of its first work
-    kind = busy.groupby("stream")["kind"].first().map(_KINDS).astype(object)
-    rows = busy["stream"].map(streams.index)
-    kinds = busy["stream"].map(kind.fillna("compute"))
-    fills = kind_fills((*_KINDS.values(), "compute"), timeline.meta.source)
-    work = busy.assign(place=rows, kind=kinds)
-    drawn = blocks(ax, work, fills, int(end_ns.max()))
-    drawn.insert(0, "row", [streams[row].label for row in drawn["place"]])
-    # passes are what the device computes before the optimizer's update
-    is_pass = (spans["stream"] == Stream.COMPUTE) & (spans["kind"] == "compute")
-    passes_s = end_ns[is_pass & (spans["name"] != "adam")].max() / NS_PER_S
-    step_s = end_ns.max() / NS_PER_S
-    return finish(
-        ax,
-        drawn.drop(columns=["place", "kind"]),
-        f"Passes end after {format_s(passes_s)}, the step after {format_s(step_s)}",
-        x="time in the step [ms]",
-        rows=[stream.label for stream in streams],
-        reach=step_s * 1e3,
-        origin=timeline,
-    )

@@ -11,12 +11,12 @@ from matplotlib.axes import Axes
 from madmax_lib.base import bytes_unit, format_bytes, format_s
 from madmax_lib.calibration.fit import fingerprint
 from madmax_lib.calibration.published.run_rows import steps_files
+from madmax_lib.catalog import data_file
 from madmax_lib.runs.read import PHASES, Run, runs_table
 from madmax_lib.timeline import with_origin
 from madmax_lib.view.drawing import (
     COLORS,
     DARK,
-    PLAIN,
     SERIES,
     bar_chart,
     bars,
@@ -35,19 +35,8 @@ _FEW_PERCENT = 9  # parts below are drawn without a number
 
 
 # of a calibration's results: column behind measured_ and predicted_, factor to what is
-# drawn (ms or per cent), and kind of work, for its colour
-_QUANTITIES = {
-    "step": ("s", 1e3, PLAIN),
-    "compute": ("compute", 100.0, "compute"),
-    "exposed_comm": ("exposed_comm", 100.0, "comm"),
-    "overlap": ("overlap", 100.0, "hidden"),
-}
-_AXES = {
-    "step": "step [ms]",
-    "compute": "compute [% of the step]",
-    "exposed_comm": "exposed communication [% of the step]",
-    "overlap": "hidden communication [% of all communication]",
-}
+# drawn (ms or per cent), fill and axis
+_QUANTITIES = pd.read_csv(data_file("view/run_quantities.csv"), index_col="what")
 
 
 def plot_run(run: Run, ax: Axes | None = None) -> Axes:
@@ -232,20 +221,20 @@ def plot_beside(
     what: step, in ms, or compute, exposed_comm or overlap, in per cent of the step or
     of the communication.
     """
-    column, factor, kind = _QUANTITIES[what]
+    column, factor, fill, axis = _QUANTITIES.loc[what]
     numbers = factor * table[[f"measured_{column}", f"predicted_{column}"]]
     measured, predicted = (numbers[name] for name in numbers)
     # rows of nothing beside nothing are counted in the title
     seen = (numbers >= 1).any(axis=1)
     key = {
-        "measured": fill_of(kind),
-        "predicted before the run": fill_of(kind, "simulated"),
+        "measured": fill_of(fill),
+        "predicted before the run": fill_of(fill, "simulated"),
     }
     ax = ax or new_axes(height=1.4 + 0.34 * seen.sum())
-    for number, (fill, values) in enumerate(zip(key.values(), numbers, strict=True)):
+    for number, (paint, values) in enumerate(zip(key.values(), numbers, strict=True)):
         lengths = numbers.loc[seen, values]
         notes = lengths.map("{:.0f}".format)
-        bars(ax, lengths.fillna(0.0), fill=fill, slot=(number, 2), notes=notes)
+        bars(ax, lengths.fillna(0.0), fill=paint, slot=(number, 2), notes=notes)
     off = (predicted - measured).abs()
     name = what.replace("_comm", " communication").capitalize()
     title = (
@@ -269,7 +258,7 @@ def plot_beside(
         ax,
         table[["strategy"]].join(numbers).reset_index(),
         title,
-        x=_AXES[what],
+        x=axis,
         rows=[f"{run} ({strategy})" for run, strategy in runs],
         key=key,
         columns=2,

@@ -15,9 +15,8 @@ import numpy as np
 from madmax_lib import __version__
 from madmax_lib.base.atomic import write_text
 from madmax_lib.base.fields import require_type
-from madmax_lib.timeline import Timeline
+from madmax_lib.timeline import Timeline, busy_spans
 from madmax_lib.traces import peak, steady_state
-from madmax_lib.traces.tables import busy_spans
 from madmax_lib.view.notebooks.page import page, paragraph
 from madmax_lib.view.report import views
 from madmax_lib.view.report.marks import section
