@@ -1,8 +1,7 @@
 """Files that appear whole or not at all: written under a temporary name beside the
-target, then renamed. JSON files that hold an object.
+target, then renamed.
 """
 
-import json
 import os
 import tempfile
 from collections.abc import Iterator
@@ -43,16 +42,3 @@ def write_text(path: str | Path, text: str) -> None:
     """Write a text in UTF-8; the file appears whole or not at all."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
-
-
-def read_object(path: Path) -> dict:
-    """The object in a JSON file. Raises ValueError naming the file for other content,
-    FileNotFoundError without one.
-    """
-    try:
-        content = json.loads(path.read_text())
-    except (ValueError, RecursionError) as error:  # also of what is not UTF-8
-        raise ValueError(f"{path}: not JSON ({error})") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: not a JSON object")
-    return content

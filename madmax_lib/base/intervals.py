@@ -86,20 +86,6 @@ def covered_before(intervals: Intervals, times: np.ndarray) -> np.ndarray:
     return lengths[begun] - np.where(begun > 0, after, 0)
 
 
-def reach(intervals: Intervals, times: np.ndarray) -> np.ndarray:
-    """End (n,) of the interval, of a set in normal form, that begins last by each time;
-    before the first one the least number.
-
-    >>> reach(pack([0, 20], [10, 5]), [-1, 3, 12]).tolist()[1:]
-    [10, 10]
-    """
-    start, end = intervals.T
-    begun = np.searchsorted(start, times, side="right")
-    least = np.iinfo(np.int64).min
-    ends = np.r_[least, end]
-    return ends[begun]
-
-
 def total(intervals: Intervals) -> int:
     """Length covered by at least one interval.
 

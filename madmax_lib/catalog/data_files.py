@@ -3,6 +3,7 @@ what is wrong with them.
 """
 
 import difflib
+import json
 import os
 import re
 from functools import lru_cache
@@ -102,3 +103,16 @@ def _read(path, numbers):
     as_text = {} if numbers else {"dtype": str, "keep_default_na": False}
     with path.open(encoding="utf-8") as file:
         return pd.read_csv(file, **as_text)
+
+
+def read_object(path: Path) -> dict:
+    """The object in a JSON file. Raises ValueError naming the file for other content,
+    FileNotFoundError without one.
+    """
+    try:
+        content = json.loads(path.read_text())
+    except (ValueError, RecursionError) as error:  # also of what is not UTF-8
+        raise ValueError(f"{path}: not JSON ({error})") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: not a JSON object")
+    return content

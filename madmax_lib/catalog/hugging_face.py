@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from madmax_lib.base.atomic import read_object
 from madmax_lib.base.fields import parse_fields, require_int, short_repr
+from madmax_lib.catalog.data_files import read_object
 from madmax_lib.catalog.hugging_face_stacks import (
     WORDS,
     of_mamba_ssm,

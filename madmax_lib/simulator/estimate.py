@@ -192,7 +192,9 @@ def _with_offload(values, case, parameters, policy):
     offload; rows that have it are timed one by one, and their values replaced.
     """
     # offload is a wing: imported where a step needs it
-    from madmax_lib.simulator.offload.offload import offload_row
+    from madmax_lib.simulator.offload.offload import Policy, offload_row
+
+    require_type("policy", policy, Policy | None)
 
     def seconds_of(one):
         """Seconds of one plan, without what offload adds."""

@@ -6,9 +6,8 @@ Samples are `Timeline.side_tables["counters"]`, as Kineto and torch's cuspy reco
 import numpy as np
 import pandas as pd
 
-from madmax_lib.base import reach
 from madmax_lib.timeline import Timeline
-from madmax_lib.traces.tables import covered
+from madmax_lib.traces.tables import covered, reach
 
 # kernels beside which samples are told apart; of two at once the first counts
 _KINDS = (

@@ -4,10 +4,25 @@ order.
 
 from collections.abc import Sequence
 
+import numpy as np
 import pandas as pd
 
-from madmax_lib.base import pack, union
+from madmax_lib.base import Intervals, pack, union
 from madmax_lib.timeline import Timeline
+
+
+def reach(intervals: Intervals, times: np.ndarray) -> np.ndarray:
+    """End (n,) of the interval, of a set in normal form, that begins last by each time;
+    before the first one the least number.
+
+    >>> reach(pack([0, 20], [10, 5]), [-1, 3, 12]).tolist()[1:]
+    [10, 10]
+    """
+    start, end = intervals.T
+    begun = np.searchsorted(start, times, side="right")
+    least = np.iinfo(np.int64).min
+    ends = np.r_[least, end]
+    return ends[begun]
 
 
 def covered(spans: pd.DataFrame):

@@ -7,8 +7,9 @@ slice.
 import numpy as np
 import pandas as pd
 
-from madmax_lib.base import pack, reach, union
+from madmax_lib.base import pack, union
 from madmax_lib.timeline import BUSY_KINDS, ends_ns
+from madmax_lib.traces.tables import reach
 
 # Streams up to here hold one message each, which a host thread has sent or awaits.
 IN_FLIGHT = -1_000_000

@@ -17,10 +17,9 @@ from collections.abc import Iterator
 import numpy as np
 import pandas as pd
 
-from madmax_lib.base import reach
 from madmax_lib.timeline import ends_ns
 from madmax_lib.traces.comm.call_metadata import call_metadata
-from madmax_lib.traces.tables import covered
+from madmax_lib.traces.tables import covered, reach
 from madmax_lib.traces.waits.work import StepWork, end_of, joined_edges, start_of
 
 _PAUSES = r"wait|run_backward|: backward"
