@@ -123,6 +123,10 @@ _CHOICES: dict[str, tuple[Callable, str]] = {
         "zero-bubble with interleave={p.interleave}",
     ),
     "layout": (lambda p, c: p.layout != "", "layout={p.layout}"),
+    "gather-alone": (
+        lambda p, c: p.overlap_gather & np.isinf(p.bucket_bytes),
+        "overlap_gather without reductions that overlap (one-bucket)",
+    ),
     "modules": (lambda p, c: p.recomputes_modules, "recompute={p.recompute}"),
     "rounded": (
         _is_not_counted_out,

@@ -97,8 +97,8 @@ def with_recipe(case: Case, like) -> Case:
     the case names no software.
 
     like: a Plan, its text, or what `plan_flags.read` takes: a configuration, its file
-    or a log that prints it. dp may be left out. Raises ValueError for what is neither,
-    of another number of devices, or not legal.
+    or a log that prints it. dp may be left out, and offload is. Raises ValueError for
+    what is neither, of another number of devices, or not legal.
     """
     devices = case.cluster.world_size
     software = case.software
@@ -136,6 +136,13 @@ def with_recipe(case: Case, like) -> Case:
     group, rest = divmod(devices, plan.tp * plan.pp * plan.cp)
     if plan.dp == 1 and not rest:
         plan = replace(plan, dp=group)
+    if plan.offload is not None:
+        warnings.warn(
+            f"of the recipe, offload={plan.offload} is left out, as a search compares "
+            "plans that keep all on the device; estimate and fits take one with it",
+            stacklevel=3,
+        )
+        plan = replace(plan, offload=None)
     plan.check(case.model, case.cluster, case.global_batch, case.sequence)
     return replace(case, plan=plan, software=software)
 

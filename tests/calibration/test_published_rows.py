@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 from support import local_or_skip
 
+import madmax_lib as mm
 from madmax_lib import catalog
 from madmax_lib.calibration.published.rows import model_flops, read_rows, to_steps
 from madmax_lib.simulator.rates.parameters import start
@@ -466,3 +467,23 @@ def test_vtrain_rows_are_read_as_they_are():
         rows["source"].str.contains("vTrain").all()
         and rows["group"].nunique() == rows["model"].nunique()
     )
+
+
+def test_rates_of_mixtures_alone_are_not_those_of_dense_models():
+    """Of MI355X only mixtures are published: a dense model has the rate and the width of
+    a device nobody measured.
+    """
+    rows = pd.read_csv(local_or_skip("published_more/published_more.csv"))
+    runs = rows[rows["gpu"].astype(str).str.contains("MI355")]["model"]
+    assert len(runs) > 5 and runs.str.contains("DeepSeek|MoE|Mixtral|Qwen3").all()
+    run = {"global_batch": 64, "plan_or_table": "dp8.z1.mb2"}
+    steps = {
+        (name, device): mm.estimate(name, f"{device}-8", **run).iloc[0]
+        for name in ("llama3-8b", "mixtral-8x7b")
+        for device in ("mi350x", "mi355x")
+    }
+    for name in ("llama3-8b", "mixtral-8x7b"):  # the same chip at more power
+        slower, faster = steps[name, "mi350x"], steps[name, "mi355x"]
+        assert 1 < slower["step_s"] / faster["step_s"] < 1.12
+    widths = {key: row["high_s"] / row["step_s"] for key, row in steps.items()}
+    assert widths["llama3-8b", "mi355x"] > 1.3 * widths["mixtral-8x7b", "mi355x"]

@@ -25,6 +25,8 @@ from madmax_lib.simulator.rates.parameters import Parameters
 
 # of memory's rate: what large convolutions reach at most (H100 and L40S, measured)
 _CONVOLVED = 0.68
+# device rates of which all runs at hand are mixtures of experts [AMD-AGI/Primus]
+_OF_MIXTURES = ("mi355x",)
 
 
 @dataclass(frozen=True)
@@ -214,6 +216,9 @@ def _hardware(case):
     # no constants are fitted to CPUs: a user's own calibration brings them
     family = "other" if device.family == "cpu" else device.family
     is_unlisted = (family, device.rate_class) == ("other", "other")
+    # what mixtures lose, a dense model need not
+    is_dense = not getattr(case.model, "experts", 0)
+    is_unlisted |= device.rate_class in _OF_MIXTURES and is_dense
     # 8 and 4 where the device multiplies such numbers, 16 for all others
     peaks = device.peak_flops
     is_low = case.dtype in ("fp8", "mxfp8", "nvfp4") and "fp8" in peaks
