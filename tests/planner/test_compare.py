@@ -50,7 +50,7 @@ def test_levers_change_one_thing_each():
     stages = rows.loc[["ZeRO-0", "as given", "ZeRO-2", "ZeRO-3"], "device_gb"]
     assert (stages.diff().dropna() < 0).all()
     assert (
-        rows.loc["all to drives", "nvme_gb"] > 0
+        rows.loc["full, all to drives", "nvme_gb"] > 0
         and rows.loc["recompute full", "device_gb"] < stages["as given"]
     )
     assert (rows["step_s"].notna() == rows["fits"]).all()

@@ -10,6 +10,7 @@ sets, over those of attention's backward pass, are how often a layer uses a weig
 
 from collections import Counter
 from dataclasses import dataclass
+from itertools import product
 
 from madmax_lib.calibration.job.observed import Observed
 
@@ -86,18 +87,17 @@ def shapes_of(seen: Observed) -> Shapes | None:
     # an FFN has two products, or three with a gate; of a mixture other operators tell
     choices = [passes, passes + 1] if again else [passes]
     fits = []
-    for count in choices:
+    for count, is_fused in product(choices, (False, True)):
         uses = {size: n / count / attentions for size, n in sizes.items()}
-        is_fused = round(uses.get(fused, 0)) == 1
         projected = Counter([fused, queries] if is_fused else [queries, keys] * 2)
-        left = {size: n - projected[size] for size, n in uses.items()}
+        left = {size: uses.get(size, 0) - projected[size] for size in uses | projected}
         # heads are used once in a step, routers once in a layer
         others = {adapter, *seen.routers["experts"]}
         inner = {s: n for s, n in left.items() if s not in others and n > 0.7}
-        missed = sum(abs(n - round(n)) for n in left.values())
+        missed = sum(abs(n - max(round(n), 0)) for n in left.values())
         # no feed-forward part has four products
         is_strange = max(inner.values(), default=0) > 3.5
-        fits.append((is_strange, missed, count, *_inner(inner)))
+        fits.append((is_strange, missed, count, len(inner), *_inner(inner)))
     *_, count, ffn, gated = min(fits)
     recompute = "none"
     if again:

@@ -87,11 +87,13 @@ def lever_table(
         # states leave the device from the ZeRO stage on that shards them
         full = {"recompute": "full", "zero": 3}
         shards_optimizer = {"recompute": "full", "zero": max(plan.zero, 2)}
-        changes["optimizer to the host"] = shards_optimizer | {"offload": "optimizer"}
-        changes["all to the host"] = full | {"offload": "all"}
-        changes["chunks to the host"] = full | {"offload": "chunks"}
+        changes["full, optimizer to the host"] = shards_optimizer | {
+            "offload": "optimizer"
+        }
+        changes["full, all to the host"] = full | {"offload": "all"}
+        changes["full, chunks to the host"] = full | {"offload": "chunks"}
         if cluster.host.nvme_bytes:
-            changes["all to drives"] = full | {"offload": "nvme"}
+            changes["full, all to drives"] = full | {"offload": "nvme"}
     rows = []
     for lever, change in changes.items():
         changed = replace(plan, **change)
