@@ -22,10 +22,12 @@ MODEL = Transformer("my-3b", layers=28, hidden=3072, heads=24, ffn=8192, sequenc
 
 
 def main(global_batch: int = 128):
-    """Print the best plans, and what fills the memory of the first."""
+    """Print the best plans, and what fills the memory of the first under the stack that launches it."""
     found = mm.search(MODEL, CLUSTER, global_batch, space=mm.planner.Space.quick(), top=5, progress=False)
-    print(found.table[["plan", "step_s", "low_s", "high_s", "mfu"]].to_string(index=False))
-    print(mm.fits(MODEL, CLUSTER, found.best, global_batch=global_batch).table.to_string(index=False))
+    print(found.table[["plan", "stacks", "launched_s", "step_s", "low_s", "high_s", "mfu"]].to_string(index=False))
+    stack = found.table["stacks"].iloc[0].split()[0]
+    held = mm.fits(MODEL, CLUSTER, found.best, global_batch=global_batch, software=stack)
+    print(held.table.to_string(index=False))
     return found
 
 

@@ -57,7 +57,8 @@ def calls(timeline: Timeline) -> pd.DataFrame:
     duration 0. call: the same number for the same call on several ranks, -1 where there
     is only one. `.attrs["unmatched"]` has {name: spans} of calls that some ranks of a
     group made and others did not; `.attrs["one_group_assumed"]` is true for three or
-    more ranks without named process groups.
+    more ranks without named process groups; `.attrs["limits"]` says which ranks have no
+    trace.
     """
     spans = timeline.spans
     is_call = spans["kind"] == "comm"
@@ -85,7 +86,8 @@ def calls(timeline: Timeline) -> pd.DataFrame:
     unmatched = comm.loc[lost, "name"].astype(str).value_counts().to_dict()
     if "hosts" in timeline.meta.provenance:
         table.insert(table.columns.get_loc("dtype"), "nodes", _nodes(timeline, table))
-    return with_origin(table, timeline, unmatched=unmatched, one_group_assumed=unnamed)
+    told = {"unmatched": unmatched, "one_group_assumed": unnamed}
+    return with_origin(table, timeline, **told, limits=unseen_ranks(timeline))
 
 
 def _nodes(timeline, table):

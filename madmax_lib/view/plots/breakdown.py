@@ -202,10 +202,13 @@ def plot_waiting(
     )
     ax.set_aspect("equal")
     share = wait_ms.sum() / max(wait_ms.to_numpy().sum(), 1e-12)
+    title = f"Rank {share.idxmax()} causes {share.max():.0%} of the waiting"
+    if table.attrs.get("limits"):
+        title += " seen: not all ranks are"
     return finish(
         ax,
         table,
-        f"Rank {share.idxmax()} causes {share.max():.0%} of the waiting",
+        title,
         x="rank that arrives last",
         y="rank that waits, and how long [ms]",
     )
