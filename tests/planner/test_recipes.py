@@ -68,7 +68,7 @@ def test_what_beats_a_recipe(answer):
     ("model", "like", "slower"),
     [
         ("llama2-70b", "dp4.tp8.z1", False),
-        ("llama3-8b", "dp32.z2.mb2.offload-optimizer", True),
+        ("llama3-8b", "dp32.z2.mb2", True),
     ],
 )
 def test_recipe_that_does_not_fit_was_run(model, like, slower, capsys):
@@ -185,3 +185,25 @@ def test_command(capsys):
     assert rows[0]["plan"] == RECIPE and rows[1]["saves"] > 0
     assert main([*asked, "--like", "torchtitan", "--top", "2"]) == 0
     assert "changes" not in json.loads(capsys.readouterr().out)["rows"][0]
+
+
+def test_offload_of_a_recipe_is_left_out():
+    """A search prices plans that keep all on the device, and lists no others."""
+    run = {"software": "deepspeed", "sequence": 4096, "progress": False}
+    with pytest.warns(UserWarning, match="offload=optimizer is left out"):
+        found = mm.search(
+            "llama3-8b", "dgx-h100", 64, like="dp8.z3.full.offload-optimizer", **run
+        )
+    plans = [Plan.parse(text) for text in (*found.table["plan"], *found.beats["plan"])]
+    assert {plan.offload for plan in plans} == {None}
+    assert found.beats["plan"][0] == "dp8.z3.full"
+
+
+def test_what_megatron_does_not_overlap_alone_is_not_searched():
+    """Overlapped gathers need overlapped reductions there."""
+    run = {"software": "megatron-bridge", "progress": False}
+    like = "dp1.tp4.pp2.z1.v20.lora16.one-bucket"
+    found = mm.search("llama3-70b", "dgx-h100", 32, like=like, sequence=4096, **run)
+    plans = [Plan.parse(text) for text in found.beats["plan"]]
+    alone = [p for p in plans if p.overlap_gather and np.isinf(p.bucket_bytes)]
+    assert len(plans) > 1 and not alone

@@ -342,3 +342,19 @@ def test_hosts_of_users(tmp_path, monkeypatch):
     (tmp_path / "hosts.csv").write_text(rows)
     with refused("hosts.csv: rtx-3090-2 & 'memory_bandwidth'"):
         mm.cluster("rtx-3090-2")
+
+
+def test_a_named_stack_offloads_all_that_may_leave():
+    """Where none is named the best share is searched, here next to nothing."""
+    run = {"global_batch": 8, "sequence": 4096}
+    step = ("llama3-8b", H100, "dp8.z3.offload-optimizer")
+    stacks = ("deepspeed", None)
+    assert [fits(*step, **run, software=stack).share for stack in stacks] == [1.0, 0.0]
+    all_away, least = (
+        mm.estimate(*step, **run, software=stack)["step_s"].item() for stack in stacks
+    )
+    policy = Policy(share=1.0)
+    stated = mm.estimate(*step, **run, software="deepspeed", policy=policy)
+    assert stated["step_s"].item() == all_away > 2 * least
+    with pytest.warns(UserWarning, match="as DeepSpeed holds it, not megatron-core"):
+        fits(*step, **run, software="megatron-core")

@@ -284,8 +284,8 @@ def _link_class(link):
     ib or efa.
 
     >>> from madmax_lib.catalog import Link
-    >>> _link_class(Link("pcie4-per-gpu", 1.0)), _link_class(Link("ib-ndr-400-per-gpu", 1.0))
-    ('pcie', 'ib')
+    >>> [_link_class(Link(name, 1e9)) for name in ("pcie4-per-gpu", "ib-ndr-400-per-gpu")]
+    ['pcie', 'ib']
     """
     word = link.name.partition("-")[0]
     if word.startswith("nvlink"):  # generations differ in what they reach
