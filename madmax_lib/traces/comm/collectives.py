@@ -86,8 +86,8 @@ def calls(timeline: Timeline) -> pd.DataFrame:
     unmatched = comm.loc[lost, "name"].astype(str).value_counts().to_dict()
     if "hosts" in timeline.meta.provenance:
         table.insert(table.columns.get_loc("dtype"), "nodes", _nodes(timeline, table))
-    told = {"unmatched": unmatched, "one_group_assumed": unnamed}
-    return with_origin(table, timeline, **told, limits=unseen_ranks(timeline))
+    about = {"unmatched": unmatched, "one_group_assumed": unnamed}
+    return with_origin(table, timeline, **about, limits=unseen_ranks(timeline))
 
 
 def _nodes(timeline, table):
