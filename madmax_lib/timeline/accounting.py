@@ -37,8 +37,8 @@ def breakdown(timeline: Timeline) -> pd.DataFrame:
     """Time of each rank in seconds, one row per rank.
 
     total_s: first start to last end of device work; of a measured timeline on the rank
-    itself, as HTA counts, of a simulated one on all its ranks, so that a pipeline stage
-    is idle before its first and after its last work.
+    itself, as HTA counts, of a simulated one on all its ranks and to the end of the
+    step, so that a pipeline stage is idle before its first and after its last work.
     compute_s, comm_s, memory_s: union of those spans. non_compute_s: busy but not
     computing. exposed_comm_s: communication that no compute hides. idle_s: total -
     busy.
@@ -55,10 +55,12 @@ def breakdown(timeline: Timeline) -> pd.DataFrame:
     """
     table = rank_breakdown(require_type("timeline", timeline, Timeline))
     by_hta = timeline.meta.provenance.get("rules") == "hta"
-    if timeline.meta.source == "simulated" and not by_hta:
-        # one window for all ranks: first start to last end of device work anywhere
-        busy = _intervals(busy_spans(timeline.spans))
-        table = _in_window(table, _window_ns(busy) / NS_PER_S)
+    busy = busy_spans(timeline.spans)
+    if timeline.meta.source == "simulated" and not by_hta and len(busy):
+        # one window for all ranks: from the first device work anywhere to the end of the
+        # step, which is the host's where it updates offloaded states
+        window_ns = ends_ns(timeline.spans).max() - busy["start_ns"].min()
+        table = _in_window(table, window_ns / NS_PER_S)
     return with_origin(table, timeline)
 
 
@@ -162,11 +164,6 @@ def _intervals(spans):
     return pack(spans["start_ns"], spans["dur_ns"])
 
 
-def _window_ns(times):
-    """Time from the first start to the last end of intervals (n, 2)."""
-    return int(times[:, 1].max() - times[:, 0].min()) if len(times) else 0
-
-
 def _in_window(table, window_s):
     """`breakdown` in a window that is wider than that of each rank: the rest is idle."""
     idle_s = table["idle_s"] + window_s - table["total_s"]
@@ -175,7 +172,7 @@ def _in_window(table, window_s):
 
 def _rank_breakdown(all_kinds, times):
     """One row of `breakdown` from the intervals of all that is busy, and of each kind."""
-    span_ns = _window_ns(all_kinds)
+    span_ns = int(all_kinds.max() - all_kinds.min()) if len(all_kinds) else 0
     busy_ns = total(all_kinds)
     compute_ns = total(times["compute"])
     comm_ns = total(times["comm"])

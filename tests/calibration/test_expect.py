@@ -283,3 +283,14 @@ def test_fp32_where_a_device_has_tf32_asks_which_ran(dtype, asks):
     run = {"global_batch": 8, "dtype": dtype, "step_s": 3.0}
     verdict = mm.expect("gpt2-large", "dgx-a100", "dp8.z3", **run)
     assert ("name dtype tf32" in verdict.reason) == asks
+
+
+@pytest.mark.parametrize("software", ["megatron-core", "torchtitan"])
+def test_flops_are_those_that_the_stack_prints(software):
+    """Megatron counts half of the scores, as attention is causal."""
+    convention = {"megatron-core": "megatron-lm"}.get(software, software)
+    counted = mm.flops("llama3-8b", sequence=65536, convention=convention)
+    tflops = 16 * counted.total / (8e12 * 30.0)
+    how = {"global_batch": 16, "sequence": 65536, "software": software}
+    run = mm.expect("llama3-8b", "dgx-h100", "dp8.z3.full", **how, tflops=tflops)
+    assert run.step_s == pytest.approx(30.0, rel=0.01)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 from support import lanes, make_timeline
 
+import madmax_lib as mm
 from madmax_lib.timeline.accounting import breakdown, breakdown_between
 from madmax_lib.traces import exposed_by_collective
 
@@ -183,3 +184,14 @@ def test_windows_side_by_side_add_up_and_none_ends_before_it_begins(window_step)
     np.testing.assert_allclose(parts, breakdown(window_step)[names], rtol=1e-9)
     with pytest.raises(ValueError, match=r"start_s=0.2 is not before end_s=0.1"):
         breakdown_between(window_step, 0.2, 0.1)
+
+
+def test_a_simulated_step_ends_with_the_host_that_updates_offloaded_states():
+    """Else an offload whose update follows the last device work looks free."""
+    run = {"global_batch": 8, "software": "megatron-core"}
+    step = mm.simulate("llama3-8b", "dgx-h100", "dp8.z3.offload-all", **run)
+    spans = step.spans
+    step_s = (spans["start_ns"] + spans["dur_ns"]).max() * 1e-9
+    parts = mm.breakdown(step)
+    assert parts["total_s"].tolist() == pytest.approx([step_s] * 8, rel=1e-3)
+    assert (parts["idle_s"] > 0.3 * step_s).all()

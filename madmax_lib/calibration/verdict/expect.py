@@ -35,6 +35,7 @@ from madmax_lib.calibration.verdict.explain import (
     timed_s,
 )
 from madmax_lib.catalog import DLRM, Cluster, Model, Software
+from madmax_lib.catalog.flops import flops
 from madmax_lib.plan import Case, Plan
 from madmax_lib.plan.rules import enforce, rules_of
 from madmax_lib.simulator.memory.memory import usable_bytes
@@ -52,6 +53,8 @@ VERDICTS = ("fine", "slow", "suspiciously fast", "cannot tell")
 # called fine: too much may hide there
 _WIDE = 1.5
 _ABSURD = 1e6  # times the prediction, or a share of it: no measurement
+# conventions of `catalog.flops` in which stacks print FLOP/s
+_CONVENTIONS = {"megatron-core": "megatron-lm", "megatron-bridge": "megatron-bridge"}
 _FREEDOM = 4.0  # of Student's t, as the components are fitted with
 _INSIDE = 0.9
 
@@ -155,8 +158,9 @@ def expect(
 
     model to software, parameters: the run, as in `estimate`. What was measured is one
     of step_s (seconds of a whole step, all micro-batches), tokens_per_s (of all devices
-    together), tokens_per_s_per_device and tflops (1e12 model FLOP/s per device, as
-    frameworks print them: 6 per parameter and token, and attention); or a timeline,
+    together), tokens_per_s_per_device and tflops (1e12 model FLOP/s per device, as the
+    software prints them: 6 per parameter and token, and attention, which megatron-core
+    and megatron-bridge count half, as it is causal); or a timeline,
     which tells the step if none of them does, and in any case which part is off; where its
     device, ranks or work are of another run, the verdict is "cannot tell". Raises
     ValueError for a plan that cannot be laid out, for no or two measurements, for one a
@@ -252,8 +256,19 @@ def _measured_s(case, arguments, timeline):
             seconds = tokens / (value * world)
         # 1e12 model FLOP/s of a device
         case "tflops":
-            seconds = model_flops(case, {}) / (value * 1e12 * world)
+            seconds = _printed_flops(case) / (value * 1e12 * world)
     return name, float(seconds)
+
+
+def _printed_flops(case):
+    """FLOPs of a step as the stack that trains prints them: Megatron's count the scores
+    that causal attention needs, others all.
+    """
+    convention = _CONVENTIONS.get(case.software.name)
+    if convention is None or case.plan.lora_rank:
+        return model_flops(case, {})
+    counted = flops(case.model, sequence=case.sequence, convention=convention)
+    return case.global_batch * counted.total
 
 
 def _reason(verdict, measured_s, outlook, floor_s):

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib.timeline.timeline import with_origin
-from madmax_lib.traces.logs.changes import best_fit
+from madmax_lib.traces.logs.changes import EDGE, best_fit
 from madmax_lib.traces.logs.read import read_log
 
 # what an entry of a contract is about, by its name; others are of the method
@@ -22,8 +22,9 @@ _ABOUT = {
 def history(directory: str | Path) -> pd.DataFrame:
     """Runs of a folder in order of their names: run, steps, step_s (median).
 
-    `.attrs`: first_slow (the first run of the slower ones, "" if none is), growth,
-    confidence, differs: what all runs from there have otherwise than all before, from
+    `.attrs`: first_slow (the first run of the slower ones, "" if none is: then drift, by
+    how much the series grows steadily, and limits of what is seen), growth, confidence,
+    differs: what all runs from there have otherwise than all before, from
     JSON files beside their logs (name, before, after, about: machine, method, code).
     """
     rows = []
@@ -41,9 +42,15 @@ def history(directory: str | Path) -> pd.DataFrame:
         raise ValueError(f"{directory}: no folder here holds the log of a run")
     table = pd.DataFrame(rows, columns=["run", "steps", "step_s"])
     one = best_fit(np.log(table["step_s"].to_numpy(float)))
-    is_slower = one is not None and one.share > 0 and one.at > 0
-    if not is_slower:
-        return with_origin(table, {}, first_slow="", differs=[])
+    if one is None or one.share <= 0 or one.at == 0:
+        # a line fits better than a step: no run is the first
+        drift = np.expm1(one.share) if one and one.share > 0 else 0.0
+        limits = (
+            f"a slower run shows with {EDGE} runs or more on each side of the change"
+        )
+        return with_origin(
+            table, {}, first_slow="", drift=drift, limits=limits, differs=[]
+        )
     every = pd.concat(contracts)
     before = every[: one.at]
     after = every[one.at :]

@@ -40,3 +40,4 @@ def test_the_first_slow_run_and_what_differs(tmp_path, capsys):
 def test_no_run_is_slower(tmp_path):
     attrs = history(series(tmp_path, 20)).attrs
     assert attrs["first_slow"] == "" and attrs["differs"] == []
+    assert "3 runs or more on each side" in attrs["limits"]
