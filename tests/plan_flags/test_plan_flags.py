@@ -229,9 +229,8 @@ def test_round_trip(framework):
                     trained.layers,
                     run,
                 )
-    assert all(
-        "cannot state" in words or "bucket_bytes=inf" in words for words in refused
-    )
+    ways = ("cannot state", "does not say", "bucket_bytes=inf")
+    assert all(any(way in words for way in ways) for words in refused)
 
 
 def deepspeed_samples(config, plan):
