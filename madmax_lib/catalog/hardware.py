@@ -26,14 +26,18 @@ _FAMILIES = ("ampere", "hopper", "blackwell", "cpu", "other")
 # it, nearest first
 _NAMES = json.loads((files("madmax_lib") / "data" / "dtype_names.json").read_text())
 # less is a number in GB or TFLOP where bytes or FLOP are wanted
-_LEAST_BYTES = 1e4
+_LEAST_BYTES = {
+    "memory_bytes": 1e6,
+    "memory_bandwidth_bytes_per_s": 1e6,
+    "bandwidth_bytes_per_s": 1e4,  # of a slow network
+}
 _LEAST_FLOPS = 1e7
 
 
-def _check_unit(item, *names):
+def _check_units(item):
     """Raises ValueError where a field in bytes, or bytes/s, was given in GB."""
-    for name in names:
-        if getattr(item, name) < _LEAST_BYTES:
+    for name, least in _LEAST_BYTES.items():
+        if getattr(item, name, least) < least:
             refuse(item, name, "is in bytes, 1 GB being 1e9")
 
 
@@ -72,7 +76,7 @@ class Device:
 
     def __post_init__(self):
         check_fields(self, "memory_bytes", "memory_bandwidth_bytes_per_s")
-        _check_unit(self, "memory_bytes", "memory_bandwidth_bytes_per_s")
+        _check_units(self)
         if self.family not in _FAMILIES:
             refuse(self, "family", f"is not one of {', '.join(_FAMILIES)}")
         if not self.peak_flops:
@@ -132,7 +136,7 @@ class Link:
 
     def __post_init__(self):
         check_fields(self, "bandwidth_bytes_per_s")
-        _check_unit(self, "bandwidth_bytes_per_s")
+        _check_units(self)
         if self.latency_s >= 1:
             refuse(self, "latency_s", "is in seconds, 1 us being 1e-6")
 

@@ -228,7 +228,8 @@ def accelerate(
     world = world_size or require_int(
         "num_processes", values.get("num_processes") or 1, 1
     )
-    stated = values.get("num_processes", world)
+    stated = values.get("num_processes") or world
+    other = [f"num_processes={stated}: read for {world}"] * (stated != world)
     # fp8 is of the products alone
     dtypes = {"bf16": "bf16", "fp8": "bf16", "fp16": "fp16"}
     dtype = dtypes.get(str(values.get("mixed_precision")).lower(), "fp32")
@@ -236,6 +237,7 @@ def accelerate(
         source.values = _section_of(values, kind, dtype)
         read = deepspeed if kind == "DEEPSPEED" else megatron
         plan, keys = read(source, world, layers)
+        keys.notes += other
         return plan | {"dtype": dtype}, keys
     keys = Keys("accelerate", source)
     for name in ("distributed_type", "num_processes", "num_machines"):
@@ -247,8 +249,7 @@ def accelerate(
         )
     if keys.get("mixed_precision") == "fp8":
         keys.notes.append("mixed_precision=fp8: of the products, the rest is bf16")
-    if stated != world:
-        keys.notes.append(f"num_processes={stated}: read for {world}")
+    keys.notes += other
     plan = _mesh(keys, kind, world) | keys.fields()
     plan |= {"sequence_parallel": False, "dtype": dtype}
     # MULTI_GPU and TP are DDP: whole copies

@@ -112,7 +112,7 @@ def with_recipe(case: Case, like) -> Case:
         try:
             stated = plan_flags.read(like, world_size=devices, layers=layers)
         except FileNotFoundError as absent:
-            raise (absent if is_file_name(like) else no_plan) from None
+            raise (absent if is_file_name(str(like)) else no_plan) from None
         except TypeError:
             raise no_plan from None
         plan = stated.plan

@@ -35,8 +35,7 @@ _LEVEL = 0.05
 _POWER = 0.8
 _DRAWS = 500
 _SEED = 0
-# of the steps at either end: the mean of the others is as robust as a median and less
-# coarse
+# of steps at either end: the mean of the others is robust, and finer than a median
 _TRIM = 0.25
 # share of a step below which an operation does not count, and how many do
 _SMALLEST = 0.02

@@ -375,7 +375,7 @@ def _notes(job, best, costs):
         if np.isnan(price)
         else f"{price:g} USD/h",
         "energy": (
-            "of the devices by their TDP, without hosts and network, "
+            "of the devices, idle and at work by shares of their TDP, without hosts and network, "
             f"x {costs['pue']:g} for cooling (PUE)"
         ),
     }

@@ -157,7 +157,7 @@ def fits(
     else:
         if case.software.name not in ("none", "deepspeed"):
             warnings.warn(
-                f"what stays on the device beside an offload is counted as DeepSpeed "
+                "what stays on the device beside an offload is counted as DeepSpeed "
                 f"holds it, not {case.software.name}",
                 stacklevel=2,
             )

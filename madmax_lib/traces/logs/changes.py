@@ -5,6 +5,7 @@ line, is believed if it is too large for the noise of the blocks, which counts m
 neighbours are alike: a slow natural drift is no news.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -37,7 +38,7 @@ def changes(values: np.ndarray) -> list[Change]:
     logs = np.log(values)
     edges = block_edges(len(values))
     result = []
-    for one in _split(block_medians(logs), 0):
+    for one in every_change(block_medians(logs)):
         if one.share > _SMALLEST[one.kind]:
             at = exact_start(logs, edges, one.at)
             result.append(replace(one, at=at, share=np.expm1(one.share)))
@@ -111,10 +112,10 @@ def best_fit(series: np.ndarray) -> Change | None:
     )
 
 
-def _split(series, begin):
-    """Steps and lines of a part of a series that begins at a block, and of its parts."""
+def every_change(series: np.ndarray, begin: int = 0) -> Iterator[Change]:
+    """Steps and lines, up or down, of a series (n,) and of its parts; at: from begin on."""
     if one := best_fit(series):
         yield replace(one, at=begin + one.at)
         if one.at:
-            yield from _split(series[: one.at], begin)
-            yield from _split(series[one.at :], begin + one.at)
+            yield from every_change(series[: one.at], begin)
+            yield from every_change(series[one.at :], begin + one.at)

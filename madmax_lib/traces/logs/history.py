@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib.timeline.timeline import with_origin
-from madmax_lib.traces.logs.changes import EDGE, best_fit
+from madmax_lib.traces.logs.changes import EDGE, every_change
 from madmax_lib.traces.logs.read import read_log
 
 # what an entry of a contract is about, by its name; others are of the method
@@ -41,10 +41,12 @@ def history(directory: str | Path) -> pd.DataFrame:
     if not rows:
         raise ValueError(f"{directory}: no folder here holds the log of a run")
     table = pd.DataFrame(rows, columns=["run", "steps", "step_s"])
-    one = best_fit(np.log(table["step_s"].to_numpy(float)))
-    if one is None or one.share <= 0 or one.at == 0:
-        # a line fits better than a step: no run is the first
-        drift = np.expm1(one.share) if one and one.share > 0 else 0.0
+    growing = every_change(np.log(table["step_s"].to_numpy(float)))
+    growing = sorted((one for one in growing if one.share > 0), key=lambda one: one.at)
+    one = next((one for one in growing if one.kind == "change"), None)
+    if one is None:
+        # where a line fits better than a step no run is the first
+        drift = np.expm1(max((one.share for one in growing), default=0.0))
         limits = (
             f"a slower run shows with {EDGE} runs or more on each side of the change"
         )

@@ -9,13 +9,14 @@ from madmax_lib.__main__ import main
 from madmax_lib.traces import history
 
 
-def series(folder, slow_from):
+def series(folder, slow_from, fast_again_from=20):
     rng = np.random.default_rng(0)
     for number in range(20):
         run = folder / f"run{number:02}"
         run.mkdir()
         is_slow = number >= slow_from
         times = (1.05 if is_slow else 1.0) * rng.normal(1, 0.01, 60)
+        times *= 0.7 if number >= fast_again_from else 1.0
         table = pd.DataFrame({"step": range(60), "total_s": times})
         table.to_csv(run / "steps.csv", index=False)
         env = {"device": "H100", "driver": "570" if is_slow else "560", "torch": "2.13"}
@@ -35,6 +36,11 @@ def test_the_first_slow_run_and_what_differs(tmp_path, capsys):
     assert table.attrs["differs"] == differs
     assert main(["history", str(folder), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["summary"]["differs"] == differs
+
+
+def test_a_larger_gain_later_hides_no_slower_run(tmp_path):
+    attrs = history(series(tmp_path, 6, 12)).attrs
+    assert attrs["first_slow"] == "run06" and abs(attrs["growth"] - 0.05) < 0.01
 
 
 def test_no_run_is_slower(tmp_path):
