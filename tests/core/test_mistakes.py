@@ -89,6 +89,7 @@ CALLS = cells(
     mm.launch("gpt-tiny", "x") | spec='gpt-tiny' & a RunSpec; such as
     mm.machine("/nope") | no such file & `python -m madmax_lib calibrate
     Device("mine", 80, 864, {"bf16": 362}) | mine: memory_bytes=80 & in bytes, 1 GB being 1e9
+    Device("mine", 80_000, 864e9, {"bf16": 362e12}) | mine: memory_bytes=80000 & in bytes, 1 GB being 1e9
     Device("mine", 80e9, 864e9, {"bf16": 362}) | bf16=362 & FLOP/s, 1 TFLOP/s being 1e12
     mm.Link("net", 400) | net: bandwidth_bytes_per_s=400 & in bytes, 1 GB being 1e9
     mm.Link("net", 50e9, 5) | net: latency_s=5 & in seconds, 1 us being 1e-6

@@ -404,6 +404,16 @@ def test_what_deepspeed_leaves_to_the_script_is_noted():
     assert read(silent).notes == ("recompute: the training script says it, here none",)
 
 
+@pytest.mark.parametrize("kind", ["MULTI_GPU", "DEEPSPEED"])
+def test_accelerate_for_other_processes_is_noted(kind):
+    section = {"deepspeed_config": {"zero_stage": 2, "gradient_accumulation_steps": 1}}
+    config = {"distributed_type": kind, "mixed_precision": "bf16"}
+    config |= section if kind == "DEEPSPEED" else {}
+    for stated, notes in ((3, ["num_processes=3: read for 8"]), (8, []), (None, [])):
+        run = plan_flags.read(config | {"num_processes": stated}, world_size=8)
+        assert [note for note in run.notes if "num_processes" in note] == notes
+
+
 def test_harmless_keys_are_listed():
     words = "scatter_embedding_sequence_parallel cpu_offloading_activations deallocate_pipeline_outputs parallel_output"
     assert plan_flags.read({"model": dict.fromkeys(words.split(), True)}).plan == Plan(

@@ -187,6 +187,11 @@ def test_command(capsys):
     assert "changes" not in json.loads(capsys.readouterr().out)["rows"][0]
 
 
+def test_a_recipe_that_is_not_there(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"job\.yaml"):
+        mm.search("llama2-13b", CLUSTER, 256, like=tmp_path / "job.yaml", **RUN)
+
+
 def test_offload_of_a_recipe_is_left_out():
     """A search prices plans that keep all on the device, and lists no others."""
     run = {"software": "deepspeed", "sequence": 4096, "progress": False}
