@@ -59,7 +59,8 @@ def breakdown(timeline: Timeline) -> pd.DataFrame:
     if timeline.meta.source == "simulated" and not by_hta and len(busy):
         # one window for all ranks: from the first device work anywhere to the end of the
         # step, which is the host's where it updates offloaded states
-        window_ns = ends_ns(timeline.spans).max() - busy["start_ns"].min()
+        work = timeline.spans[timeline.spans["kind"] != "annotation"]
+        window_ns = ends_ns(work).max() - busy["start_ns"].min()
         table = _in_window(table, window_ns / NS_PER_S)
     return with_origin(table, timeline)
 
