@@ -41,8 +41,10 @@ def history(directory: str | Path) -> pd.DataFrame:
     if not rows:
         raise ValueError(f"{directory}: no folder here holds the log of a run")
     table = pd.DataFrame(rows, columns=["run", "steps", "step_s"])
-    growing = every_change(np.log(table["step_s"].to_numpy(float)))
-    growing = sorted((one for one in growing if one.share > 0), key=lambda one: one.at)
+    logs = np.log(table["step_s"].to_numpy(float))
+    every = list(every_change(logs))
+    newest = _newest(logs[max((one.at for one in every), default=0) :])
+    growing = sorted((one for one in every if one.share > 0), key=lambda one: one.at)
     one = next((one for one in growing if one.kind == "change"), None)
     if one is None:
         # where a line fits better than a step no run is the first
@@ -50,12 +52,11 @@ def history(directory: str | Path) -> pd.DataFrame:
         limits = (
             f"a slower run shows with {EDGE} runs or more on each side of the change"
         )
-        return with_origin(
-            table, {}, first_slow="", drift=drift, limits=limits, differs=[]
-        )
-    every = pd.concat(contracts)
-    before = every[: one.at]
-    after = every[one.at :]
+        attrs = {"first_slow": "", "drift": drift, "limits": limits, "differs": []}
+        return with_origin(table, {}, **attrs, **newest)
+    facts = pd.concat(contracts)
+    before = facts[: one.at]
+    after = facts[one.at :]
     # what is one thing before and another after; the results of a run always differ
     is_one = (before.nunique() == 1) & (after.nunique() == 1)
     differs = pd.DataFrame({"before": before.iloc[0], "after": after.iloc[0]})
@@ -71,4 +72,20 @@ def history(directory: str | Path) -> pd.DataFrame:
         growth=np.expm1(one.share),
         confidence=one.confidence,
         differs=differs.rename_axis("name").reset_index().to_dict("records"),
+        **newest,
     )
+
+
+def _newest(logs: np.ndarray) -> dict:
+    """Growth of the last of logarithms over those before it, and 1 - the chance that one
+    more run like them is as slow.
+    """
+    from scipy.stats import t as student
+
+    *before, last = logs
+    growth = last - np.mean(before) if before else np.nan
+    # of one more value, which scatters beside a mean that does: s sqrt(1 + 1 / n)
+    count = len(before)
+    spread = np.std(before, ddof=1) * np.sqrt(1 + 1 / count) if count > 2 else np.nan
+    confidence = student.cdf(growth / spread, count - 1)
+    return {"newest_growth": np.expm1(growth), "newest_confidence": confidence}

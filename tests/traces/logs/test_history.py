@@ -47,3 +47,33 @@ def test_no_run_is_slower(tmp_path):
     attrs = history(series(tmp_path, 20)).attrs
     assert attrs["first_slow"] == "" and attrs["differs"] == []
     assert "3 runs or more on each side" in attrs["limits"]
+
+
+def test_the_newest_run_alone(tmp_path):
+    attrs = history(series(tmp_path, 19)).attrs
+    # one slow run is no change of the series, and yet unlike those before it
+    assert attrs["first_slow"] == ""
+    assert abs(attrs["newest_growth"] - 0.05) < 0.01
+    assert attrs["newest_confidence"] > 0.999
+
+
+def test_the_newest_run_is_like_those_since_the_last_change(tmp_path):
+    attrs = history(series(tmp_path, 12)).attrs
+    assert abs(attrs["newest_growth"]) < 0.01
+    assert 0.01 < attrs["newest_confidence"] < 0.99
+
+
+def test_three_runs_before_the_newest_are_needed(tmp_path):
+    folder = series(tmp_path, 3)
+    for run in sorted(folder.iterdir())[4:]:
+        for file in run.iterdir():
+            file.unlink()
+        run.rmdir()
+    assert history(folder).attrs["newest_confidence"] > 0.99
+    for file in (folder / "run00").iterdir():
+        file.unlink()
+    attrs = history(folder).attrs
+    assert (
+        np.isnan(attrs["newest_confidence"])
+        and abs(attrs["newest_growth"] - 0.05) < 0.01
+    )
