@@ -23,12 +23,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import pandas as pd
 
-from madmax_lib.base.fields import require_number, require_type, same_fields
+from madmax_lib.base.fields import require_type, same_fields
 from madmax_lib.base.units import NS_PER_S
 from madmax_lib.timeline.timeline import BUSY_KINDS, Timeline, busy_spans, with_origin
 from madmax_lib.traces.diff import op_names
 from madmax_lib.traces.operators.memory import peak
-from madmax_lib.traces.tables import ratio
+from madmax_lib.traces.tables import ratio, require_growth
 from madmax_lib.traces.waits.step_times import steps
 
 _LEVEL = 0.05
@@ -141,11 +141,7 @@ def gate(
     threshold outside of 0..1, for timelines without a step that counts, of other ranks
     than the rest, or of files that were not read whole.
     """
-    if not 0 < require_number("threshold", threshold) < 1:
-        raise ValueError(
-            f"threshold={threshold!r} is not a share above 0 and below 1, such as 0.03 for "
-            "3 %"
-        )
+    require_growth("threshold", threshold)
     sides = []
     for name, side in (("a", a), ("b", b)):
         timelines = list(side) if isinstance(side, (list, tuple)) else [side]

@@ -8,7 +8,17 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib.base import Intervals, pack, union
+from madmax_lib.base.fields import require_number
 from madmax_lib.timeline import Timeline
+
+
+def require_growth(what: str, value) -> float:
+    """The value. Raises ValueError unless it is a growth above 0 and below 1."""
+    if not 0 < require_number(what, value) < 1:
+        raise ValueError(
+            f"{what}={value!r} is not a share above 0 and below 1, such as 0.03 for 3 %"
+        )
+    return value
 
 
 def reach(intervals: Intervals, times: np.ndarray) -> np.ndarray:

@@ -5,11 +5,13 @@ import pandas as pd
 
 from madmax_lib.traces.logs.changes import block_medians
 from madmax_lib.traces.logs.log import Log
+from madmax_lib.traces.tables import require_growth
 
 _LEAST = 8  # blocks of both, below which nobody can tell
 # Two runs of one code differ by more than their steps make likely: a median of one
 # beside that of another, where only one of each is there.
 _RUNS_APART = 0.003
+_OTHER_UNIT = 200  # times another step: no growth
 _POWER = 1.5  # of an interval's half width: growth that is found in four of five cases
 
 
@@ -19,14 +21,19 @@ def compare_logs(a: Log, b: Log, threshold: float = 0.03) -> pd.DataFrame:
 
     verdict: slower, if the step surely grew, and by about the threshold or more; fine,
     if it surely did not grow by so much; else cannot tell. detectable: the least growth
-    that this noise shows. Raises ValueError for a threshold outside of 0..10.
+    that this noise shows. Raises ValueError for a threshold outside of 0..1, for steps
+    that seem to be in two units.
     """
     from scipy.stats import ttest_ind
 
-    if not 0 < threshold < 10:
-        raise ValueError(f"threshold={threshold} is not a share above 0, such as 0.03")
+    require_growth("threshold", threshold)
     after, before = (block_medians(np.log(log.step_s)) for log in (b, a))
     growth = after.mean() - before.mean()
+    if abs(growth) > np.log(_OTHER_UNIT):
+        raise ValueError(
+            f"a step of b takes {np.exp(growth):.3g} times that of a: are both in one unit? "
+            "A column is read in s unless its name ends in ms or us"
+        )
     interval = ttest_ind(after, before, equal_var=False).confidence_interval(0.9)
     width = interval.high - growth + _RUNS_APART
     limit = np.log1p(threshold)

@@ -115,6 +115,21 @@ def test_two_logs_are_compared(tmp_path, growth, verdict):
     assert table["ratio"].item() == pytest.approx(growth, abs=0.01)
 
 
+def test_logs_in_two_units_are_not_compared(tmp_path):
+    logs = []
+    for name, factor in (("step_s", 0.5), ("step_time", 500.0)):
+        path = tmp_path / f"{name}.csv"
+        times = factor * np.random.default_rng(0).normal(1, 0.02, 100)
+        pd.DataFrame({"step": range(100), name: times}).to_csv(path, index=False)
+        logs.append(read_log(path))
+    with pytest.raises(
+        ValueError, match=r"1e\+03 times that of a: are both in one unit"
+    ):
+        compare_logs(*logs)
+    with pytest.raises(ValueError, match="threshold=3 is not a share"):
+        compare_logs(logs[0], logs[0], threshold=3)
+
+
 def run(capsys, *words):
     status = main([*map(str, words)])
     return status, capsys.readouterr().out
