@@ -88,8 +88,11 @@ class RunSpec(Settings):
     speed: tuple = ()
 
     def __post_init__(self):
-        if isinstance(self.speed, list):  # as JSON has it
-            object.__setattr__(self, "speed", tuple(self.speed))
+        if not isinstance(self.speed, (list, tuple)):
+            raise ValueError(
+                f"speed={self.speed!r} must list a share per rank, such as [1, 0.5]"
+            )
+        object.__setattr__(self, "speed", tuple(self.speed))  # JSON has lists
         super().__post_init__()
         for share in self.speed:
             require_number("speed", share, positive=True)
