@@ -133,7 +133,7 @@ def _check_groups(timeline, case):
     if not measured and table.empty:
         return
     degrees = [plan.dp, plan.tp, plan.pp, plan.cp, plan.ep, plan.shard or 1]
-    degrees.append(max(plan.dp * plan.cp // plan.ep, 1))
+    degrees.append(max(plan.replicas // plan.ep, 1))
     # a group may span any dimensions, at most four of which are its own
     sizes = {prod(some) for count in range(5) for some in combinations(degrees, count)}
     sizes |= {plan.world_size}
@@ -159,7 +159,7 @@ def _check_messages(sent_bytes, case):
     weights_bytes = 2.0 * case.model.parameters / (plan.tp * plan.pp)  # in 16 bits
     # weights are gathered, or after an update sent by those that own its states
     sends = {"all_gather", "generic"} | ({"broadcast"} if plan.zero < 3 else set())
-    if plan.zero and plan.dp * plan.cp > 1 and not kinds & sends:
+    if plan.zero and plan.replicas > 1 and not kinds & sends:
         raise ValueError(f"timeline: no all-gather, but {plan} gathers parameters")
     gathered_bytes = sent_bytes.get("all_gather", 0.0)
     gathers_nothing = plan.zero == 0 and plan.tp * plan.cp * plan.ep == 1

@@ -83,13 +83,13 @@ ALONE = (
     ),
     Rule(
         "ep must divide dp x cp",
-        lambda p, c: _leaves_rest(p.dp * p.cp * p.expert_spread, p.ep),
+        lambda p, c: _leaves_rest(p.replicas * p.expert_spread, p.ep),
         "ep={p.ep} does not divide {p.expert_devices}",
     ),
     *map(_pipeline_rule, ("interleave", "first_layers", "last_layers"), (1, 0, 0)),
     Rule(
         "shard must divide dp x cp",
-        lambda p, c: _leaves_rest(p.dp * p.cp, p.shard),
+        lambda p, c: _leaves_rest(p.replicas, p.shard),
         "shard={p.shard} does not divide dp x cp = {p.dp} x {p.cp}",
     ),
     Rule(

@@ -181,7 +181,7 @@ def _with_experts(raw, case):
     plan = case.plan
     # placements: what experts may be laid over, the usual one first
     placements = case.software.expert_placement
-    replicas = plan.dp * plan.cp
+    replicas = plan.replicas
     degrees = {count_of(raw, "ep", 1)}
     if not count_of(raw, "ep") and placements and text_of(raw, "source"):
         degrees |= {math.gcd(case.model.experts, replicas) if case.model.experts else 1}
@@ -248,8 +248,8 @@ def _sharding(raw, case):
     sizes = [int(size) for size in re.findall(r"\bFSDP(?: size |=| )(\d+)\b", remarks)]
     if "HSDP" in remarks:
         sizes.append(case.cluster.devices_per_node)
-    sharing = plan.dp * plan.cp
-    legal = [size for size in sizes if 1 < size < sharing and sharing % size == 0]
+    replicas = plan.replicas
+    legal = [size for size in sizes if 1 < size < replicas and replicas % size == 0]
     shard = legal[0] if zero and legal else 0
     # torchao gathers float8 weights where it has one scale per tensor
     precision = text_of(raw, "precision").lower()

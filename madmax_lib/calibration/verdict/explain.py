@@ -292,7 +292,7 @@ def _changed_communication(case):
     # overlap_dp is a choice below ZeRO 3
     degrees = {
         "tp": plan.tp,
-        "dp": plan.dp * plan.cp * (plan.zero < 3),
+        "dp": plan.replicas * (plan.zero < 3),
         "ep": plan.ep,
     }
     for dimension, degree in degrees.items():

@@ -234,7 +234,7 @@ class Prices(LinkPrices, Overlap):
         """
         p = self.plan
         needs_fsdp = (p.zero >= 2) | (p.tp * p.ep > 1)
-        wrapped = (p.dp * p.cp > 1) & needs_fsdp
+        wrapped = (p.replicas > 1) & needs_fsdp
         several = (p.cp > 1) + 0.0 + (p.ep > 1)
         return _CALLS * (several + wrapped)
 

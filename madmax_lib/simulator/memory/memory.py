@@ -400,7 +400,7 @@ def _process(case):
     p = case.plan
     if device and not np.isnan(device.process_bytes):
         return device.process_bytes, 0.0
-    groups = sum(1 * (degree > 1) for degree in (p.tp, p.dp * p.cp, p.pp, p.ep))
+    groups = sum(1 * (degree > 1) for degree in (p.tp, p.replicas, p.pp, p.ep))
     return _CUDA_BYTES + _COMMUNICATOR_BYTES * groups, FRAGMENTATION
 
 

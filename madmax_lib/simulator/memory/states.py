@@ -53,7 +53,7 @@ def normalised(case: Case) -> Case:
         raise ValueError(f"{offload} is of Adam, not optimizer={case.optimizer!r}")
     if plan.offload == "optimizer" or plan.zero == 3:
         return case
-    if plan.offload != "chunks" and plan.dp * plan.cp > 1:
+    if plan.offload != "chunks" and plan.replicas > 1:
         raise ValueError(f"{offload} needs zero=3, but zero={plan.zero}")
     return replace(case, plan=replace(plan, zero=3))
 
@@ -185,7 +185,7 @@ def state_bytes(
         * np.where(p.zero >= software.weights_sharded_from, shard, parameters),
         "gradients": gradients * np.where(p.zero >= 2, shard, parameters),
         "optimizer": (moments + software.copy_bytes) * updated,
-        "buckets": np.where(bucketed & (p.dp * p.cp > 1), trainable * buckets, 0.0),
+        "buckets": np.where(bucketed & (p.replicas > 1), trainable * buckets, 0.0),
         "gathered weights": _gathered(p, software, count, shard, gradients, trainable),
         "optimizer temporaries": software.temporary_bytes * updated * (moments > 0),
     }

@@ -163,7 +163,7 @@ def streams_gradients(plan: Plan) -> bool:
     """Whether gradients leave with every micro-batch; else they are summed on the
     device until the last one.
     """
-    return plan.zero == 3 or plan.dp * plan.cp == 1 or (plan.zero == 2 and plan.pp == 1)
+    return plan.zero == 3 or plan.replicas == 1 or (plan.zero == 2 and plan.pp == 1)
 
 
 def bytes_by_place(
