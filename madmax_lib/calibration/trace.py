@@ -324,7 +324,7 @@ def _wide_enough(parameters, runs):
 
 def _steps(case):
     """The run as a step to be timed, its collectives beside no products."""
-    return Steps.of(replace(case, plan=replace(case.plan, overlap_tp=False)))
+    return Steps.of(case.with_plan(overlap_tp=False))
 
 
 def _seconds(steps, parameters):

@@ -113,6 +113,10 @@ class Case:
         case.cluster.device.peak(case.dtype)
         return case
 
+    def with_plan(self, **changes) -> Case:
+        """The step under a changed plan."""
+        return replace(self, plan=replace(self.plan, **changes))
+
     def answer(self, call: Callable, **options):
         """Table or timeline that `estimate`, `simulate` or another call makes of the step.
         options: further arguments, or some in place of its own.

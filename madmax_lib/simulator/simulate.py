@@ -165,7 +165,7 @@ def _micro_batch(case, samples, parameters):
     """Blocks of a micro-batch of so many samples per device, their prices and the
     message between stages.
     """
-    case = replace(case, plan=replace(case.plan, micro_batch=samples))
+    case = case.with_plan(micro_batch=samples)
     # recommendation models give their work as blocks
     is_dlrm = isinstance(case.model, DLRM)
     steps = Steps.of(replace(case, model=_NOTHING) if is_dlrm else case)

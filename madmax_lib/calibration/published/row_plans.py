@@ -82,9 +82,7 @@ def cases_of(raw: dict, case: Case) -> list[Case]:
         case.plan.zero == 3 and not case.model.experts and not _fits(case)
         for case in cases
     ):
-        cases = [
-            replace(case, plan=replace(case.plan, recompute="full")) for case in cases
-        ]
+        cases = [case.with_plan(recompute="full") for case in cases]
     if len(cases) == 1:
         return cases
     return [case for case in cases if _fits(case)] or cases
@@ -118,9 +116,7 @@ def least_memory(case: Case, recompute_stated: bool) -> pd.DataFrame:
     """
     stated = recompute_stated or case.plan.recompute != "none"
     for recompute in [case.plan.recompute] if stated else ["none", "selective", "full"]:
-        table = _case_memory(
-            replace(case, plan=replace(case.plan, recompute=recompute))
-        )
+        table = _case_memory(case.with_plan(recompute=recompute))
         if peak_bytes(table) <= usable_bytes(case.cluster.device):
             break
     return table
@@ -195,7 +191,7 @@ def _plans(raw, case):
     """Plans of a layout that differ in what the row does not state: micro-batch and
     interleaving.
     """
-    case = replace(case, plan=replace(case.plan, **_sharding(raw, case)))
+    case = case.with_plan(**_sharding(raw, case))
     plan = replace(case.plan, **habits_of(raw, case), **_stages(raw, case))
     for micro_batch in _micro_batches(raw, case, plan):
         count = case.global_batch / (plan.dp * micro_batch)

@@ -55,7 +55,7 @@ def normalised(case: Case) -> Case:
         return case
     if plan.offload != "chunks" and plan.replicas > 1:
         raise ValueError(f"{offload} needs zero=3, but zero={plan.zero}")
-    return replace(case, plan=replace(plan, zero=3))
+    return case.with_plan(zero=3)
 
 
 def width_of(dtype: str) -> float:
