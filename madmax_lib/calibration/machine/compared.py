@@ -12,7 +12,8 @@ from madmax_lib.calibration.trace import kernel_seconds
 from madmax_lib.plan import Case
 from madmax_lib.runs import RunSpec
 from madmax_lib.runs.read import Run
-from madmax_lib.simulator import estimate, memory, peak_bytes, simulate
+from madmax_lib.simulator import estimate, peak_bytes, simulate
+from madmax_lib.simulator.memory.memory import memory_of
 from madmax_lib.timeline import breakdown
 from madmax_lib.traces import read_trace
 
@@ -65,7 +66,7 @@ def predicted(machine: Machine, spec: RunSpec) -> dict[str, object]:
         "low_s": step_s * float(row["low_s"] / row["step_s"]),
         "high_s": step_s * float(row["high_s"] / row["step_s"]),
         **_shares(breakdown(timeline), "predicted", step_s),
-        "predicted_bytes": _predicted_bytes(case, allocated=on_gpu),
+        "predicted_bytes": peak_bytes(memory_of(case), allocated=on_gpu),
     }
 
 
@@ -100,14 +101,7 @@ def _shares(table, which, total_s):
 def process_bytes(run: Run, machine: Machine) -> float:
     """Bytes of a process beside the tensors of a step: Python, torch, their allocators."""
     case = case_of(run.spec, machine)
-    return _measured_bytes(run) - _predicted_bytes(case, allocated=True)
-
-
-def _predicted_bytes(case, *, allocated):
-    """Bytes of the fullest rank; allocated: those of tensors alone."""
-    names = ("sequence", "dtype", "global_batch", "software", "cluster")
-    options = {name: getattr(case, name) for name in names}
-    return peak_bytes(memory(case.model, case.plan, **options), allocated=allocated)
+    return _measured_bytes(run) - peak_bytes(memory_of(case), allocated=True)
 
 
 def _measured_bytes(run):

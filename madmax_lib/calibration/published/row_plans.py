@@ -24,7 +24,8 @@ from madmax_lib.plan.stated import (
     remarks_of,
     text_of,
 )
-from madmax_lib.simulator import memory, peak_bytes, usable_bytes
+from madmax_lib.simulator import peak_bytes, usable_bytes
+from madmax_lib.simulator.memory.memory import memory_of
 
 _DEGREES = ("tp", "pp", "cp")
 # field of a plan: column
@@ -91,33 +92,24 @@ def cases_of(raw: dict, case: Case) -> list[Case]:
 def _fits(case):
     """Whether the fullest device holds its part; never for a plan that breaks a rule."""
     try:
-        peak = peak_bytes(_case_memory(case))
+        # on any GPUs
+        peak = peak_bytes(memory_of(replace(case, cluster=None)))
     except ValueError:
         return False
     return peak <= usable_bytes(case.cluster.device)
 
 
-def _case_memory(case):
-    """The table of `memory` of a row's step."""
-    return memory(
-        case.model,
-        case.plan,
-        sequence=case.sequence,
-        dtype=case.dtype,
-        global_batch=case.global_batch,
-        software=case.software,
-    )
-
-
 def least_memory(case: Case, recompute_stated: bool) -> pd.DataFrame:
-    """`_case_memory`, where recompute that is not stated is the least that fits.
+    """Memory on any GPUs, where recompute that is not stated is the least that fits.
 
     Of none, selective and full; full where nothing does.
     """
+    room = usable_bytes(case.cluster.device)
+    case = replace(case, cluster=None)
     stated = recompute_stated or case.plan.recompute != "none"
     for recompute in [case.plan.recompute] if stated else ["none", "selective", "full"]:
-        table = _case_memory(case.with_plan(recompute=recompute))
-        if peak_bytes(table) <= usable_bytes(case.cluster.device):
+        table = memory_of(case.with_plan(recompute=recompute))
+        if peak_bytes(table) <= room:
             break
     return table
 

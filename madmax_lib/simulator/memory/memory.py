@@ -110,11 +110,16 @@ def memory(
         imbalance,
         optimizer=optimizer,
     )
+    return memory_of(case, trainable)
+
+
+def memory_of(case: Case, trainable: float = 1.0) -> pd.DataFrame:
+    """`memory` of a step, whose cluster and batch may be None."""
     plan = case.plan
     enforce(rules_of(case), plan, case)
     if plan.offload is not None:
         normalised(case)
-    if plan.schedule == "gpipe" and global_batch is None:
+    if plan.schedule == "gpipe" and case.global_batch is None:
         raise ValueError(
             "schedule='gpipe' keeps every micro-batch, global_batch is needed"
         )
