@@ -20,8 +20,8 @@ import pandas as pd
 from scipy.optimize import least_squares
 
 from madmax_lib import catalog
+from madmax_lib.base import NS_PER_S
 from madmax_lib.base.collectives import TIMED, bus_factor
-from madmax_lib.base.units import NS_PER_S
 from madmax_lib.calibration.fit import SCALE
 from madmax_lib.calibration.scale import FittingScale, covariance_of
 from madmax_lib.calibration.trace_checks import check_trace, fit_notes
@@ -30,8 +30,8 @@ from madmax_lib.plan import Case
 from madmax_lib.simulator import Parameters, bounds, shipped, step_time
 from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.uncertainty import log_width
+from madmax_lib.timeline import Timeline, ends_ns
 from madmax_lib.timeline.kinds import collective_names
-from madmax_lib.timeline.timeline import Timeline, ends_ns
 from madmax_lib.traces import calls
 from madmax_lib.traces.waits.launch import device_work
 

@@ -12,7 +12,7 @@ from math import prod
 import numpy as np
 
 from madmax_lib import catalog
-from madmax_lib.base.units import NS_PER_S
+from madmax_lib.base import NS_PER_S
 from madmax_lib.calibration.judge.intervals import constants_of
 from madmax_lib.plan import Case
 from madmax_lib.simulator import Parameters

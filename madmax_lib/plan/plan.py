@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib.base.fields import require_int, short_repr
-from madmax_lib.catalog.data_files import data_file
+from madmax_lib.catalog import data_file
 from madmax_lib.catalog.models import Cluster, Model
 from madmax_lib.plan.case import Case
 from madmax_lib.plan.columns import Plans

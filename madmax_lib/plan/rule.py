@@ -9,7 +9,7 @@ from numbers import Real
 import numpy as np
 
 from madmax_lib.base.fields import is_whole, short_repr
-from madmax_lib.catalog.data_files import data_file
+from madmax_lib.catalog import data_file
 from madmax_lib.plan.columns import MODULES, distinct, is_budget
 
 ZERO_PLUS = ("qwz", "hpz", "qgz")  # the three parts of ZeRO++ [arXiv 2306.10209]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from madmax_lib.catalog.models import DLRM, Model
+from madmax_lib.catalog import DLRM, Model
 from madmax_lib.plan.case import Case
 from madmax_lib.plan.columns import MODULES
 from madmax_lib.plan.layout import layout_chunks, layout_layers

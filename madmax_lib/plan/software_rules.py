@@ -13,7 +13,7 @@ from operator import or_
 
 import numpy as np
 
-from madmax_lib.catalog.models import DLRM
+from madmax_lib.catalog import DLRM
 from madmax_lib.plan.rule import ZERO_PLUS, Rule, is_not_among
 
 

@@ -30,7 +30,7 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib import catalog
-from madmax_lib.base.units import NS_PER_S
+from madmax_lib.base import NS_PER_S
 from madmax_lib.calibration.job.attention import check_attention
 from madmax_lib.calibration.job.observed import Observed
 from madmax_lib.calibration.job.shapes import shapes_of

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pandas as pd
 
-from madmax_lib.base.units import NS_PER_S
+from madmax_lib.base import NS_PER_S
 from madmax_lib.calibration.machine.machine import Machine
 from madmax_lib.calibration.trace import kernel_seconds
 from madmax_lib.plan import Case

@@ -34,11 +34,10 @@ from madmax_lib.calibration.verdict.explain import (
     parts_of,
     timed_s,
 )
-from madmax_lib.catalog import DLRM, Cluster, Model, Software
-from madmax_lib.catalog.flops import flops
+from madmax_lib.catalog import DLRM, Cluster, Model, Software, flops
 from madmax_lib.plan import Case, Plan
 from madmax_lib.plan.rules import enforce, rules_of
-from madmax_lib.simulator.memory.memory import usable_bytes
+from madmax_lib.simulator import usable_bytes
 from madmax_lib.simulator.rates.parameters import (
     Parameters,
     constants_of,
@@ -46,7 +45,7 @@ from madmax_lib.simulator.rates.parameters import (
     software_of,
 )
 from madmax_lib.simulator.steady.step_time import step_s
-from madmax_lib.timeline.timeline import Timeline
+from madmax_lib.timeline import Timeline
 
 VERDICTS = ("fine", "slow", "suspiciously fast", "cannot tell")
 # factor from the prediction to an end of the interval, beyond which a run inside is not

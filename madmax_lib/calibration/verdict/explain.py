@@ -16,11 +16,11 @@ import pandas as pd
 
 from madmax_lib.calibration.trace import slowest_stage
 from madmax_lib.calibration.trace_checks import check_trace
-from madmax_lib.plan.case import Case
+from madmax_lib.plan import Case
 from madmax_lib.simulator import Parameters, estimate
 from madmax_lib.simulator.steady.step_time import COMMUNICATION
-from madmax_lib.timeline.timeline import Timeline
-from madmax_lib.traces.waits.step_times import step_s, steps as steps_of
+from madmax_lib.timeline import Timeline
+from madmax_lib.traces import step_s, steps as steps_of
 
 # parts of a step: columns of `estimate`
 _PARTS = {

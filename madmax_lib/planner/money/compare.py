@@ -33,7 +33,7 @@ def variants(
     The other arguments are those of `estimate` and `fits`. Raises ValueError, as the
     plan does, for one that cannot be laid out.
     """
-    from madmax_lib.simulator.offload.fits import fits  # late: a wing
+    from madmax_lib.simulator import fits  # late: a wing
 
     shape = {
         "global_batch": global_batch,
@@ -106,7 +106,7 @@ def _outcome(case):
     """Bytes that a device, the host of a node and its drives hold, and the step if that
     fits.
     """
-    from madmax_lib.simulator.offload.fits import fits  # late: a wing
+    from madmax_lib.simulator import fits  # late: a wing
     from madmax_lib.simulator.offload.placement import PLACES, Policy
 
     run = {"global_batch": case.global_batch, "dtype": case.dtype}

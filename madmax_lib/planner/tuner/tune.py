@@ -24,8 +24,7 @@ from madmax_lib.planner.search import search
 from madmax_lib.planner.space import Space
 from madmax_lib.planner.tuner.jobs import Jobs, WaitingError
 from madmax_lib.planner.tuner.tuner import Tuner
-from madmax_lib.runs import RunSpec
-from madmax_lib.runs.launch import gpu_count, launch as start
+from madmax_lib.runs import RunSpec, gpu_count, launch as start
 from madmax_lib.runs.read import read_json
 from madmax_lib.simulator import Parameters
 
