@@ -12,7 +12,7 @@ from madmax_lib.simulator.costs.layer_time import layer_time, with_spare_compute
 from madmax_lib.simulator.costs.prices import CAUSES
 from madmax_lib.simulator.costs.traffic import Gathers, gathers_of, parameter_count
 from madmax_lib.simulator.events.engine import Stream
-from madmax_lib.simulator.events.passes import BEFORE, MESSAGE, MicroBatch, Pass
+from madmax_lib.simulator.events.passes import BEFORE, MESSAGE, MicroBatch, Ops, Pass
 from madmax_lib.simulator.events.sharding import Sharding
 from madmax_lib.simulator.layers.ops import Block, mirror
 
@@ -46,7 +46,7 @@ class PassBuilder:
         }
         return Pass(self.comm_s, partial(dict.get, factors))
 
-    def forward(self, pass_: Pass, blocks: list[Block], first: bool) -> list[int]:
+    def forward(self, pass_: Pass, blocks: list[Block], first: bool) -> Ops:
         """Blocks in order. Returns what the message to the next stage waits for.
 
         first: the first pass of a step, under which ZeRO-1/2 gather.
@@ -70,7 +70,7 @@ class PassBuilder:
                     previous = done
         return previous
 
-    def backward(self, pass_: Pass, blocks: list[Block], last: bool) -> list[int]:
+    def backward(self, pass_: Pass, blocks: list[Block], last: bool) -> Ops:
         """Unit by unit in reverse: recompute, then gradients. Returns what the message
         to the next stage waits for.
         """

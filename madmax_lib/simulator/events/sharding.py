@@ -20,7 +20,7 @@ from madmax_lib.simulator.costs.traffic import (
     tied_s,
 )
 from madmax_lib.simulator.events.engine import Program, Stream
-from madmax_lib.simulator.events.passes import Pass
+from madmax_lib.simulator.events.passes import Ops, Pass
 from madmax_lib.simulator.layers.ops import Block
 
 
@@ -52,9 +52,7 @@ class Sharding:
             return None
         return 0 if self.prices.traits.on_host else units
 
-    def gather(
-        self, pass_: Pass, blocks: list[Block], phase: str, after: list[int]
-    ) -> list[int]:
+    def gather(self, pass_: Pass, blocks: list[Block], phase: str, after: Ops) -> Ops:
         """Issue the all-gather of the parameters of a unit, or without a phase of all, a
         call for each unit, after the update; what its compute waits for.
         """
@@ -164,7 +162,7 @@ class Sharding:
             seconds += float(within * one.within_s + last * one.across_s)
         return seconds
 
-    def sum_tied(self, program: Program, ends: list[list[int]]) -> None:
+    def sum_tied(self, program: Program, ends: list[Ops]) -> None:
         """Issue the sum of the gradients of a tied table, for which the optimizers of
         the first and last stage wait beside their `ends`.
         """
@@ -181,15 +179,15 @@ class Sharding:
 
     # what offload adds (`offload.staging`): nothing here
 
-    def keep(self, pass_: Pass, block: Block, ready: list[int]) -> None:
+    def keep(self, pass_: Pass, block: Block, ready: Ops) -> None:
         """Do with a layer's checkpoint what is due once its input is there: it stays."""
 
-    def restore(self, pass_: Pass, block: Block) -> list[int]:
+    def restore(self, pass_: Pass, block: Block) -> Ops:
         """Ops that the recomputation of a layer waits for beside its input: none."""
         return []
 
     def update(
-        self, program: Program, stage: int, owned: float, tiles: int, after: list[int]
-    ) -> list[int]:
+        self, program: Program, stage: int, owned: float, tiles: int, after: Ops
+    ) -> Ops:
         """Ops that update beside the device: none."""
         return []
