@@ -17,9 +17,9 @@ from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.costs.layer_time import LAYER_PARTS
 from madmax_lib.simulator.costs.prices import Prices
 from madmax_lib.simulator.costs.traffic import ParameterCount, tied_s
-from madmax_lib.simulator.rates.compute import Number
+from madmax_lib.simulator.rates.compute import Number, Parts
 from madmax_lib.simulator.rates.parameters import Parameters
-from madmax_lib.simulator.steady.jitter import Parts, longest_delay, with_waits
+from madmax_lib.simulator.steady.jitter import longest_delay, with_waits
 from madmax_lib.simulator.steady.layer_costs import layer_costs
 from madmax_lib.simulator.steady.pipeline import bubble_s, messages_s, short_batch_s
 from madmax_lib.simulator.steady.reductions import PassesOfStage, exposed_gradients
