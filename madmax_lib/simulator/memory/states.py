@@ -13,7 +13,7 @@ from madmax_lib import catalog
 from madmax_lib.catalog import DLRM, Software, Transformer
 from madmax_lib.plan import Case
 from madmax_lib.plan.columns import Plans, expert_sharing, owned
-from madmax_lib.simulator.layers.ops import BYTES
+from madmax_lib.simulator.layers.ops import precision
 
 USUAL_SOFTWARE = ("megatron-core", "automodel", "megatron-deepspeed")
 # numbers of the optimizer's state per parameter
@@ -60,9 +60,7 @@ def normalised(case: Case) -> Case:
 
 def width_of(dtype: str) -> float:
     """Bytes of an activation: fp8 and fp4 products stand between 16-bit tensors."""
-    if dtype not in list(BYTES):
-        raise ValueError(f"dtype={dtype!r} is not one of {', '.join(BYTES)}")
-    return max(BYTES[dtype], 2)
+    return precision(dtype).storage_bytes
 
 
 @cache
