@@ -27,6 +27,7 @@ __all__ = [
     "STAGES",
     "STATED",
     "Rule",
+    "check_plan",
     "enforce",
     "layers_between",
     "rules_of",
@@ -490,3 +491,8 @@ def rules_of(case: Case) -> tuple[Rule, ...]:
     if case.global_batch is not None:
         rules += BATCH
     return rules + SOFTWARE if case.software else rules
+
+
+def check_plan(case: Case) -> None:
+    """Raises ValueError, in the words of the first of these that the plan breaks."""
+    enforce(rules_of(case), case.plan, case)

@@ -16,7 +16,7 @@ from madmax_lib.catalog import DLRM, Cluster, Model, Software
 from madmax_lib.plan import Case
 from madmax_lib.plan.legal import legal
 from madmax_lib.plan.plan import Plan, plans_of
-from madmax_lib.plan.rules import enforce, rules_of
+from madmax_lib.plan.rules import check_plan
 from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.memory.memory import plans_peak_bytes, usable_bytes
 from madmax_lib.simulator.rates.parameters import (
@@ -100,7 +100,7 @@ def estimate(
     if is_table:
         values = _values_of_table(case, parameters, counted)
     else:
-        enforce(rules_of(case), case.plan, case)
+        check_plan(case)
         values = _values(case, parameters, counted)
     added = {}
     refused = {}

@@ -12,7 +12,7 @@ from madmax_lib.base.fields import require_int, require_type
 from madmax_lib.catalog import DLRM, Cluster, Model, Software, Transformer
 from madmax_lib.catalog.measured_collectives import MeasuredCollectives
 from madmax_lib.plan import Case, Plan
-from madmax_lib.plan.rules import enforce, rules_of
+from madmax_lib.plan.rules import check_plan
 from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.costs.prices import Prices
 from madmax_lib.simulator.events.engine import (
@@ -146,7 +146,7 @@ def _lay_out(case, parameters, policy=None):
     """Operations of `simulate` before they are timed, one rank per pipeline stage;
     arguments and errors as there.
     """
-    enforce(rules_of(case), case.plan, case)
+    check_plan(case)
     sharding_of = Sharding
     if policy is not None or case.plan.offload is not None:
         # offload is a wing: imported where a step needs it

@@ -36,7 +36,7 @@ from madmax_lib.calibration.verdict.explain import (
 )
 from madmax_lib.catalog import DLRM, Cluster, Model, Software, flops
 from madmax_lib.plan import Case, Plan
-from madmax_lib.plan.rules import enforce, rules_of
+from madmax_lib.plan.rules import check_plan
 from madmax_lib.simulator import usable_bytes
 from madmax_lib.simulator.rates.parameters import (
     Parameters,
@@ -181,7 +181,7 @@ def expect(
             f"{case.model.name}: recommendation models have no closed form; use "
             "simulate"
         )
-    enforce(rules_of(case), case.plan, case)
+    check_plan(case)
     arguments = {
         "step_s": step_s,
         "tokens_per_s": tokens_per_s,

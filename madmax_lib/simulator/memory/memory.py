@@ -22,7 +22,7 @@ from madmax_lib.catalog import DLRM, Cluster, Device, Model, Software, Transform
 from madmax_lib.catalog.blocks import Blocks
 from madmax_lib.plan import Case, Plan
 from madmax_lib.plan.columns import take_product
-from madmax_lib.plan.rules import RECOMMENDATION, enforce, rules_of
+from madmax_lib.plan.rules import RECOMMENDATION, check_plan, enforce
 from madmax_lib.simulator.layers.cuts import cuts_of, kinds_of_chunks, plan_of_cut
 from madmax_lib.simulator.memory.activations import (
     dropout_bytes,
@@ -116,7 +116,7 @@ def memory(
 def memory_of(case: Case, trainable: float = 1.0) -> pd.DataFrame:
     """`memory` of a step, whose cluster and batch may be None."""
     plan = case.plan
-    enforce(rules_of(case), plan, case)
+    check_plan(case)
     if plan.offload is not None:
         normalised(case)
     if plan.schedule == "gpipe" and case.global_batch is None:
