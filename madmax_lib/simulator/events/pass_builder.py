@@ -75,7 +75,7 @@ class PassBuilder:
         to the next stage waits for.
         """
         gathered = self._gathers(pass_, blocks[::-1], "backward", False)
-        reduce = self.sharding.reducer(pass_, last)
+        reduce = self.sharding.reducer(pass_, blocks, last)
         table = next((block for block in blocks if block.table), None)
         previous = self._switch(pass_, blocks[-1:], gathered)
         exchanged = []
@@ -99,12 +99,7 @@ class PassBuilder:
                     after = [*previous, *gathered(block, previous)]
                 previous = self._layer_block(unit, pass_, block, "backward", after)
                 if pass_.with_weights:
-                    reduce(
-                        block,
-                        pass_.last,
-                        end=block is blocks[0],
-                        unit_end=block is unit[0],
-                    )
+                    reduce(block, unit)
         return previous
 
     def _switch(self, pass_, first, gathered):
@@ -120,14 +115,12 @@ class PassBuilder:
 
     def weights(self, pass_: Pass, blocks: list[Block], last: bool) -> None:
         """Wgrad alone, which zero-bubble schedules compute later."""
-        reduce = self.sharding.reducer(pass_, last)
+        reduce = self.sharding.reducer(pass_, blocks, last)
         for unit in units_of(blocks)[::-1]:
             for block in unit[::-1]:
                 seconds = self._block_s(block)["weight"]
                 pass_.compute(f"{block.name} weight", seconds, [BEFORE], block.unit)
-                reduce(
-                    block, pass_.last, end=block is blocks[0], unit_end=block is unit[0]
-                )
+                reduce(block, unit)
 
     def _layer_block(
         self,

@@ -74,9 +74,9 @@ class Sharding:
                     )
         return done
 
-    def reducer(self, pass_: Pass, last: bool) -> Callable:
-        """Function that takes the blocks of a backward pass in order and issues what
-        reduces their gradients.
+    def reducer(self, pass_: Pass, blocks: list[Block], last: bool) -> Callable:
+        """Function that takes each of the blocks of a backward pass, the last first, with
+        its unit, and issues what reduces its gradients.
 
         Buckets close when a unit ends that fills them, at the end of the pass, and
         under most ZeRO-3 with every unit. The optimizer waits for those of the last
@@ -91,16 +91,18 @@ class Sharding:
         # what is not hidden is reduced at the end, unless ZeRO-3 has to free memory
         closes_early = self.plan.zero == 3 or bool(prices.traits.hides_dp)
 
-        def reduce(block, op, *, end, unit_end):
+        def reduce(block, unit):
             if not active:
                 return
+            op = pass_.last
             if not block.table:
                 buckets[block.expert].append(block)
             for experts, bucket in buckets.items():
                 parameters = sum(one.parameters for one in bucket)
                 size_bytes = parameters * self.gradient_width
-                is_full = unit_end and closes_early and size_bytes >= full_bytes
-                if not size_bytes or not (is_full or end):
+                is_full = closes_early and size_bytes >= full_bytes
+                closes = block is blocks[0] or (block is unit[0] and is_full)
+                if not (size_bytes and closes):
                     continue
                 what = f"gradients {bucket[-1].unit}"
                 done = self._reduce(pass_, experts, what, parameters, op, last)
