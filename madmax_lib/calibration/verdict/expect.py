@@ -34,9 +34,8 @@ from madmax_lib.calibration.verdict.explain import (
     parts_of,
     timed_s,
 )
-from madmax_lib.catalog import DLRM, Cluster, Model, Software, flops
+from madmax_lib.catalog import Cluster, Model, Software, flops
 from madmax_lib.plan import Case, Plan
-from madmax_lib.plan.rules import check_plan
 from madmax_lib.simulator import usable_bytes
 from madmax_lib.simulator.rates.parameters import (
     Parameters,
@@ -176,12 +175,10 @@ def expect(
     software = software_of(software, parameters)
     plan = Plan.parse(plan)
     case = Case.of_step(model, cluster, plan, global_batch, sequence, dtype, software)
-    if isinstance(case.model, DLRM):
-        raise ValueError(
-            f"{case.model.name}: recommendation models have no closed form; use "
-            "simulate"
-        )
-    check_plan(case)
+    # which refuses what cannot be laid out
+    outlook = Outlook.of(
+        case, require_type("parameters", parameters, Parameters, shipped)
+    )
     arguments = {
         "step_s": step_s,
         "tokens_per_s": tokens_per_s,
@@ -189,8 +186,6 @@ def expect(
         "tflops": tflops,
     }
     source, measured_s = _measured_s(case, arguments, timeline)
-    parameters = require_type("parameters", parameters, Parameters, shipped)
-    outlook = Outlook.of(case, parameters)
     predicted_s = outlook.predicted_s
     if not 1 / _ABSURD < measured_s / predicted_s < _ABSURD:
         stated = f"{source}={arguments[source]:.4g}" if source in arguments else source
