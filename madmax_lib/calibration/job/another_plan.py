@@ -22,7 +22,6 @@ Nothing is taken from what a trainer wrote about itself: shapes of products and 
 attention, messages and names of kernels tell it.
 """
 
-import json
 import re
 from dataclasses import dataclass, replace
 
@@ -236,7 +235,7 @@ _PRODUCTS = r"gemm|nvjet|cijk|cutlass|xmma"
 # what tells them: of dtypes the names of kernels of products, of stacks of the catalog
 # labels and operators, each the first that matches; of the model's sizes where they are
 # read, and how sure that is
-_SIGNS = json.loads(catalog.data_file("traced_jobs.json").read_text())
+_SIGNS = catalog.read_object(catalog.data_file("traced_jobs.json"))
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,7 @@ def _content():
     """The runs of a calibration, and for either kind of device their models: the base,
     the samples of two ranks, and the sizes that are changed.
     """
-    return json.loads(catalog.data_file("calibration_runs.json").read_text())
+    return catalog.read_object(catalog.data_file("calibration_runs.json"))
 
 
 def _planned_runs(purpose):

@@ -9,17 +9,16 @@ arrays: all formulas broadcast over NumPy.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
 
-from madmax_lib.catalog import data_file
+from madmax_lib.catalog import data_file, read_object
 
 # of an element
-BYTES = json.loads(data_file("dtype_bytes.json").read_text())
+BYTES = read_object(data_file("dtype_bytes.json"))
 # five products instead of two: the scores are computed again [arXiv 2205.14135,
 # appendix B]
 _FLASH_BACKWARD = 2.5
