@@ -187,7 +187,7 @@ def _as_they_ran(rows):
         others = f" ({more} more rows cannot be used)" if more else ""
         raise ValueError(f"row {refused.index[0]}: {reason}{others}")
     if any(
-        case.dtype == "fp32" and "tf32" in case.cluster.device.peak_flops
+        case.dtype == "fp32" and "tf32" in case.device.peak_flops
         for case in rows["case"]
     ):
         warnings.warn(

@@ -255,7 +255,7 @@ def _collectives(traces, cases):
         nodes = -(-table["ranks"] // case.cluster.devices_per_node)
         both = {"send": "send_recv", "recv": "send_recv"}
         table = table.assign(nodes=nodes, collective=table["collective"].replace(both))
-        on_cpu = case.cluster.device.family == "cpu"
+        on_cpu = case.device.family == "cpu"
         table = _with_cores(table) if on_cpu else table
         tables.append(table)
         if on_cpu:

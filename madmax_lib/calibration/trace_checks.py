@@ -61,7 +61,7 @@ def fit_notes(
         if abs(error) > _MISSED
     ]
     # constants of a CPU may be anything: it has no data sheet
-    if case.cluster.device.family != "cpu":
+    if case.device.family != "cpu":
         states = constants_of(fitted)["state"]
         notes += [
             f"{name} = {fitted.constants[name]:.3g} is at its bound: it stands in for "
@@ -81,7 +81,7 @@ def fit_notes(
 
 def _check_device(timeline, case):
     """Family, peak and bandwidths of the traced device against the case's."""
-    device = case.cluster.device
+    device = case.device
     traced_name = timeline.meta.device
     compute = timeline.spans[timeline.spans["kind"] == "compute"]
     # processes on a CPU have no streams
@@ -190,7 +190,7 @@ def _check_work(timeline, case):
     device's.
     """
     plan = case.plan
-    device = case.cluster.device
+    device = case.device
     # forward, dgrad and wgrad take the same
     flops = 3 * case.model.forward_flops(case.global_batch, case.sequence)
     flops = flops / plan.world_size

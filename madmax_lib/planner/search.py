@@ -109,7 +109,7 @@ def search(
     if len(stacks) == 1:
         # memory and time are then those of the one stack that may launch a plan
         case = replace(case, software=stacks[0])
-    device = case.cluster.device
+    device = case.device
     problem = SearchProblem(
         case,
         require_type("space", space, Space, Space),
@@ -225,7 +225,7 @@ def check_case(case: Case) -> None:
 def _nothing_fits(problem, result):
     """Why a search ends without a plan: nothing is launched, or nothing is small enough."""
     model = problem.case.model.name
-    device = problem.case.cluster.device.name
+    device = problem.case.device.name
     if result.evaluated:
         return (
             f"no plan of {model} fits: the least needs {result.least_bytes / 1e9:.1f} GB "

@@ -117,7 +117,7 @@ def estimate(
 def _as_table(values, case, index, counted, offload):
     """Table of `estimate` from rows of `_COLUMNS` and columns of offload."""
     step_s = values[0]
-    peak_flops = case.cluster.world_size * case.cluster.device.peak(case.dtype)
+    peak_flops = case.cluster.world_size * case.device.peak(case.dtype)
     # 3: a backward pass has twice the FLOPs of a forward one
     flops = 3 * case.model.forward_flops(case.global_batch, case.sequence)
     values[-3] = flops / (step_s * peak_flops)
@@ -132,7 +132,7 @@ def _as_table(values, case, index, counted, offload):
         memory_bytes = values[-1]
         # that of plans with offload is not counted; a share was found that fits
         is_away = np.isnan(memory_bytes) & ~np.isnan(step_s)
-        usable = usable_bytes(case.cluster.device)
+        usable = usable_bytes(case.device)
         table["fits"] = (memory_bytes <= usable) | is_away
     return table
 

@@ -128,7 +128,7 @@ def _meta(case, seed, offloaded):
             stage: list(range(stage * width, (stage + 1) * width))
             for stage in range(plan.pp)
         },
-        device=case.cluster.device.name,
+        device=case.device.name,
         provenance={
             "model": case.model.name,
             "cluster": case.cluster.name,

@@ -123,10 +123,7 @@ def another_plan(
     spread = max(_HALF_90 * np.log(step_seconds(timeline)).std(ddof=0), _SPREAD)
     width = float(np.hypot(spread, share * prior))
     crowded = ["more ranks than traced: assuming that each has its own cores"]
-    if (
-        case.cluster.device.family != "cpu"
-        or new.plan.world_size <= case.plan.world_size
-    ):
+    if case.device.family != "cpu" or new.plan.world_size <= case.plan.world_size:
         crowded = []
     simulated = new.answer(simulate, parameters=parameters)
     # all spans take longer by one factor, so that the step lasts step_s
@@ -201,7 +198,7 @@ def _constants(timeline, case):
     """Constants fitted to the trace."""
     check_attention(timeline, case)
     fitted = fit_timeline(timeline, case)
-    if case.cluster.device.family != "cpu":
+    if case.device.family != "cpu":
         return fitted
     # no shipped row shows a CPU: a machine's own fit begins where CPUs are
     begin = replace(shipped(), collectives=fitted.collectives, links=fitted.links)

@@ -57,7 +57,7 @@ def predicted(machine: Machine, spec: RunSpec) -> dict[str, object]:
     row = case.answer(estimate, parameters=machine.parameters).iloc[0]
     step_s = float((spans["start_ns"] + spans["dur_ns"]).max() / NS_PER_S)
     # torch counts allocations on a GPU, a CPU shows whole processes
-    on_gpu = case.cluster.device.family != "cpu"
+    on_gpu = case.device.family != "cpu"
     return {
         "model": spec.model,
         "strategy": spec.strategy,

@@ -96,7 +96,7 @@ def _fits(case):
         peak = peak_bytes(memory_of(replace(case, cluster=None)))
     except ValueError:
         return False
-    return peak <= usable_bytes(case.cluster.device)
+    return peak <= usable_bytes(case.device)
 
 
 def least_memory(case: Case, recompute_stated: bool) -> pd.DataFrame:
@@ -104,7 +104,7 @@ def least_memory(case: Case, recompute_stated: bool) -> pd.DataFrame:
 
     Of none, selective and full; full where nothing does.
     """
-    room = usable_bytes(case.cluster.device)
+    room = usable_bytes(case.device)
     case = replace(case, cluster=None)
     stated = recompute_stated or case.plan.recompute != "none"
     for recompute in [case.plan.recompute] if stated else ["none", "selective", "full"]:
@@ -266,7 +266,7 @@ def _usual_zero(raw, case):
     experts = model.moe_layers * model.experts * model.expert_parameters
     parameters = model.parameters - experts * (1 - 1 / plan.ep)
     states_bytes = (2 if _lora_rank(raw) else 6) * parameters / plan.tp
-    large = states_bytes > case.cluster.device.memory_bytes
+    large = states_bytes > case.device.memory_bytes
     if large and plan.pp == 1 and 3 in choices and _has_layout(raw):
         return 3
     if 1 in choices:

@@ -284,7 +284,7 @@ def _reason(verdict, measured_s, outlook, floor_s):
             ", which is inside, but the prediction is only good to a factor of "
             f"{factor:.2f} either way"
         )
-    device = outlook.case.cluster.device
+    device = outlook.case.device
     # torch's switch for it is easily forgotten
     if outlook.case.dtype == "fp32" and "tf32" in device.peak_flops:
         text += "; if torch was allowed to use TF32, name dtype tf32"

@@ -252,7 +252,7 @@ def _changes(case):
 def _changed_products(case):
     """Changes of what devices compute, and how fast."""
     part = "matrix products"
-    device = case.cluster.device
+    device = case.device
     capped = {dtype: _CAPPED * peak for dtype, peak in device.peak_flops.items()}
     cluster = replace(case.cluster, device=replace(device, peak_flops=capped))
     yield part, "clocks at 70 % (power cap, heat)", replace(case, cluster=cluster)

@@ -322,7 +322,7 @@ def _candidates(case, columns, parameters):
         fits=True,
     )
     shares = table[list(PARTS)].to_numpy() / table[["step_s"]].to_numpy()
-    usable = usable_bytes(case.cluster.device)
+    usable = usable_bytes(case.device)
     log_room = np.log(usable / table["memory_bytes"].to_numpy())
     # memory is not known where states leave the device; whether they can is
     leaving = np.where(table["fits"], _ROOMY, -_ROOMY)
