@@ -60,7 +60,7 @@ class Shape(LayerFormulas):
     expert_ffn: Number
     expert_latent: Number  # channels that routed experts work in, 0 for all
     router_bias: Number
-    dense_layers: Number  # first ones that are no mixtures
+    dense_layers: Number  # first ones of a mixture that have no experts
     mixture_share: Number  # of the layers: those that are mixtures
     shared_values: Number
     reused_keys: Number
@@ -103,6 +103,7 @@ class Shape(LayerFormulas):
             "table_parameters": model.vocab * model.hidden,
             "model": model if model.blocks else None,
             "tower": model.tower,
+            "dense_layers": model.dense_layers * (model.experts > 0),
         }
         names = {field.name for field in fields(cls)} - derived.keys()
         return cls(**derived, **{name: getattr(model, name) for name in names})

@@ -259,8 +259,7 @@ def _core_sharing_factor(steps, costs, passes_s):
     shape = steps.shape
     if np.all(solo == 1.0) or np.all(pp == 1):
         return 1.0
-    is_mixture = shape.experts > 0
-    dense_layers = np.where(is_mixture, shape.dense_layers, 0)
+    dense_layers = shape.dense_layers
     other_layers = shape.layers - dense_layers
     layers_s = other_layers * sum(costs.layer.passes_s)
     layers_s = layers_s + dense_layers * sum(costs.dense.passes_s)
