@@ -212,8 +212,7 @@ class _LeastSquares:
 
     def residuals(self, point):
         """(rows + constants,) weighted log errors, then distances from the priors."""
-        constants = self.fixed.constants | self.scale.constants(point)
-        predicted = step_s(self.steps, replace(self.fixed, constants=constants))
+        predicted = step_s(self.steps, self.scale.moved(self.fixed, point))
         errors = (np.log(predicted) - self.log_measured) * self.weight
         return np.concatenate([errors, (point - self.scale.prior) / self.scale.sigma])
 

@@ -215,8 +215,7 @@ def _solve(runs, begin, scale):
     prior = np.clip(scale.point(begin.constants), scale.low, scale.high)
 
     def residuals(point):
-        constants = begin.constants | scale.constants(point)
-        parameters = replace(begin, constants=constants)
+        parameters = scale.moved(begin, point)
         errors = []
         for run in runs:
             seconds = _seconds(run.steps, parameters)

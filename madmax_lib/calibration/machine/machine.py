@@ -207,8 +207,7 @@ def fit_constants(
 
     def errors(point):
         """(runs, columns) log(predicted / measured), 0 where nothing was measured."""
-        constants = first.constants | scale.constants(point)
-        predicted = parts_of(steps, replace(first, constants=constants))[columns]
+        predicted = parts_of(steps, scale.moved(first, point))[columns]
         return np.nan_to_num(np.log(np.maximum(predicted.to_numpy(), _LEAST_S)) - log_s)
 
     def residuals(point):
