@@ -109,14 +109,19 @@ def _outcome(case):
     from madmax_lib.simulator import fits  # late: a wing
     from madmax_lib.simulator.offload.placement import PLACES, Policy
 
-    run = {"global_batch": case.global_batch, "dtype": case.dtype}
-    run["policy"] = Policy(share=1.0 if case.plan.offload else None)
-    placement = fits(case.model, case.cluster, case.plan, **run)
+    policy = Policy(share=1.0 if case.plan.offload else None)
+    placement = fits(
+        case.model,
+        case.cluster,
+        case.plan,
+        global_batch=case.global_batch,
+        dtype=case.dtype,
+        policy=policy,
+    )
     used_gb = _used_gb(placement).reindex(list(PLACES), fill_value=0.0)
     step_s = np.nan
     if placement.fits:
-        table = estimate(case.model, case.cluster, case.plan, **run)
-        step_s = table["step_s"].item()
+        step_s = case.answer(estimate, policy=policy)["step_s"].item()
     return {
         "plan": str(case.plan),
         **used_gb.add_suffix("_gb"),
