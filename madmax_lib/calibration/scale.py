@@ -82,7 +82,7 @@ class FittingScale:
         return np.where(self.logarithmic, np.exp(point), point)
 
     def moved(self, begin: Parameters, point: np.ndarray) -> Parameters:
-        """Those of begin with the constants of a point."""
+        """The constants of begin moved to a point; the rest stays."""
         values = zip(self.names, self.values(point).tolist(), strict=True)
         return replace(begin, constants={**begin.constants, **dict(values)})
 

@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 
 from madmax_lib import catalog
-from madmax_lib.base.fields import is_number, require_int, short_repr
+from madmax_lib.base import is_number, require_int, short_repr
 from madmax_lib.catalog import Software
 from madmax_lib.catalog.hardware import Device, dtype_named
 from madmax_lib.catalog.models import DLRM, Cluster, Model

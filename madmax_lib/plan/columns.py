@@ -11,7 +11,7 @@ from numbers import Real
 import numpy as np
 import pandas as pd
 
-from madmax_lib.base.fields import short_repr
+from madmax_lib.base import short_repr
 from madmax_lib.catalog import table
 from madmax_lib.catalog.software import OVERLAPS, Software
 from madmax_lib.plan.layout import layout_chunks

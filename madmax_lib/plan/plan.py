@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 import pandas as pd
 
-from madmax_lib.base.fields import require_int, short_repr
+from madmax_lib.base import require_int, short_repr
 from madmax_lib.catalog import data_file
 from madmax_lib.catalog.models import Cluster, Model
 from madmax_lib.plan.case import Case

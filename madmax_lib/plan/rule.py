@@ -7,7 +7,7 @@ from numbers import Real
 
 import numpy as np
 
-from madmax_lib.base.fields import is_whole, short_repr
+from madmax_lib.base import is_whole, short_repr
 from madmax_lib.catalog import data_file, read_object
 from madmax_lib.plan.columns import MODULES, distinct, is_budget
 

@@ -12,7 +12,7 @@ are any; after `!` none of them), and is refused with the note otherwise.
 import re
 from functools import lru_cache
 
-from madmax_lib.base.fields import is_whole, short_repr
+from madmax_lib.base import is_whole, short_repr
 from madmax_lib.catalog import data_file, read_object, table
 from madmax_lib.plan_flags.text import Source, scalar
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from shlex import quote
 
-from madmax_lib.base.fields import require_int
+from madmax_lib.base import require_int
 from madmax_lib.catalog import Transformer
 from madmax_lib.plan.layout import predictions
 from madmax_lib.plan.plan import DEFAULTS, Plan

@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib import catalog
-from madmax_lib.base.fields import require_int, same_fields
+from madmax_lib.base import require_int, same_fields
 from madmax_lib.plan import Plan, Plans
 from madmax_lib.planner.evaluate import (
     LAYOUT_KEY,

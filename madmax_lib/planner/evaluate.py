@@ -17,7 +17,7 @@ from operator import or_
 
 import numpy as np
 
-from madmax_lib.base.fields import (
+from madmax_lib.base import (
     require_int,
     require_number,
     same_fields,

@@ -13,8 +13,8 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib import catalog
+from madmax_lib.base import require_int, require_number, require_type
 from madmax_lib.base.executors import submitter
-from madmax_lib.base.fields import require_int, require_number, require_type
 from madmax_lib.catalog import DLRM, Cluster, Device, Model, Software
 from madmax_lib.plan import Case, Plan
 from madmax_lib.planner.answer import (

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from madmax_lib.base.fields import require_type
+from madmax_lib.base import require_type
 from madmax_lib.plan import Case, Plan, Plans
 from madmax_lib.plan.legal import legal
 from madmax_lib.plan.rule import FIELDS, Rule

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
-from madmax_lib.base.fields import require_type
+from madmax_lib.base import require_type
 from madmax_lib.catalog import DLRM, Cluster, Model, Software
 from madmax_lib.plan import Case
 from madmax_lib.plan.legal import legal

@@ -7,8 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
-from madmax_lib.base import NS_PER_S
-from madmax_lib.base.fields import require_int, require_type
+from madmax_lib.base import NS_PER_S, require_int, require_type
 from madmax_lib.catalog import DLRM, Cluster, Model, Software, Transformer
 from madmax_lib.catalog.measured_collectives import MeasuredCollectives
 from madmax_lib.plan import Case, Plan

@@ -24,9 +24,8 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib import catalog
-from madmax_lib.base import format_s
+from madmax_lib.base import format_s, short_repr
 from madmax_lib.base.atomic import write_text
-from madmax_lib.base.fields import short_repr
 from madmax_lib.calibration.machine.compared import (
     case_of,
     compared,

@@ -19,7 +19,7 @@ import pandas as pd
 from scipy.stats import t as student
 
 from madmax_lib import catalog
-from madmax_lib.base.fields import require_number, require_type, same_fields
+from madmax_lib.base import require_number, require_type, same_fields
 from madmax_lib.calibration.fit import usable
 from madmax_lib.calibration.published.rows import (
     facts_of,

@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from madmax_lib.base.fields import is_number
+from madmax_lib.base import is_number
 from madmax_lib.catalog import read_object
 
 _GB_BYTES = 2.0**30

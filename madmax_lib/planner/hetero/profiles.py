@@ -15,7 +15,7 @@ from functools import reduce
 from operator import add
 from pathlib import Path
 
-from madmax_lib.base.fields import is_number
+from madmax_lib.base import is_number
 from madmax_lib.catalog import read_object
 
 _NAME = re.compile(r"DeviceType\.(?P<device>.+)_tp(?P<tp>\d+)_bs(?P<batch>\d+)\.json")

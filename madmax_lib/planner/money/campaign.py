@@ -10,7 +10,7 @@ import pandas as pd
 from scipy.stats import norm
 
 from madmax_lib import catalog
-from madmax_lib.base.fields import (
+from madmax_lib.base import (
     require_int,
     require_number,
     require_type,

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib import catalog
-from madmax_lib.base.fields import require_type
+from madmax_lib.base import require_type
 from madmax_lib.catalog import Cluster, Model, Software
 from madmax_lib.plan import Case, Plan
 from madmax_lib.simulator import Parameters, estimate

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import pandas as pd
 
+from madmax_lib.base import require_int, require_type, short_repr
 from madmax_lib.base.executors import first_ended, submitter, workers_of
-from madmax_lib.base.fields import require_int, require_type, short_repr
 from madmax_lib.base.progress import bar
 from madmax_lib.catalog import Cluster, Model, Software
 from madmax_lib.plan import Case, Plan

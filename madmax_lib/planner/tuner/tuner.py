@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from madmax_lib.base import is_number, require_int, require_type, short_repr
 from madmax_lib.base.atomic import write_text
-from madmax_lib.base.fields import is_number, require_int, require_type, short_repr
 from madmax_lib.catalog import Cluster, Model, Software
 from madmax_lib.plan import Case, Plans
 from madmax_lib.plan.legal import legal

@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib import catalog
-from madmax_lib.base.fields import is_number, require_type, short_repr
+from madmax_lib.base import is_number, require_type, short_repr
 from madmax_lib.catalog import DLRM, Cluster, Device, Model, Software, Transformer
 from madmax_lib.catalog.blocks import Blocks
 from madmax_lib.plan import Case, Plan

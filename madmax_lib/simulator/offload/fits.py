@@ -15,8 +15,7 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib import catalog
-from madmax_lib.base import format_bytes
-from madmax_lib.base.fields import same_fields, short_repr
+from madmax_lib.base import format_bytes, same_fields, short_repr
 from madmax_lib.catalog import Cluster, Model, Software, Transformer
 from madmax_lib.plan import Case, Plan
 from madmax_lib.plan.rules import check_plan

@@ -28,7 +28,7 @@ from functools import lru_cache, partial
 import numpy as np
 import pandas as pd
 
-from madmax_lib.base.fields import (
+from madmax_lib.base import (
     is_number,
     require_number,
     require_type,
