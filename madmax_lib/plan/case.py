@@ -12,9 +12,8 @@ import numpy as np
 
 from madmax_lib import catalog
 from madmax_lib.base import is_number, require_int, short_repr
-from madmax_lib.catalog import Software
+from madmax_lib.catalog import DLRM, Cluster, Model, Software
 from madmax_lib.catalog.hardware import Device, dtype_named
-from madmax_lib.catalog.models import DLRM, Cluster, Model
 from madmax_lib.plan.columns import Plans, distinct
 from madmax_lib.plan.layout import predictions
 

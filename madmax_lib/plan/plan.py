@@ -18,8 +18,7 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib.base import require_int, short_repr
-from madmax_lib.catalog import data_file
-from madmax_lib.catalog.models import Cluster, Model
+from madmax_lib.catalog import Cluster, Model, data_file
 from madmax_lib.plan.case import Case
 from madmax_lib.plan.columns import Plans
 from madmax_lib.plan.layout import layout_chunks, layout_text
