@@ -187,7 +187,7 @@ def _as_they_ran(rows):
         others = f" ({more} more rows cannot be used)" if more else ""
         raise ValueError(f"row {refused.index[0]}: {reason}{others}")
     if any(
-        case.dtype == "fp32" and "tf32" in case.cluster.device.peak_flops
+        case.dtype == "fp32" and "tf32" in case.device.peak_flops
         for case in rows["case"]
     ):
         warnings.warn(
@@ -212,8 +212,7 @@ class _LeastSquares:
 
     def residuals(self, point):
         """(rows + constants,) weighted log errors, then distances from the priors."""
-        constants = self.fixed.constants | self.scale.constants(point)
-        predicted = step_s(self.steps, replace(self.fixed, constants=constants))
+        predicted = step_s(self.steps, self.scale.moved(self.fixed, point))
         errors = (np.log(predicted) - self.log_measured) * self.weight
         return np.concatenate([errors, (point - self.scale.prior) / self.scale.sigma])
 

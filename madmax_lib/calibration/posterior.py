@@ -106,8 +106,7 @@ def updated(begin: Parameters, steps: Steps, log_measured: np.ndarray) -> Parame
 
     def error_at(point):
         """(n,) log(measured / predicted)."""
-        constants = begin.constants | scale.constants(point)
-        return log_measured - np.log(step_s(steps, replace(begin, constants=constants)))
+        return log_measured - np.log(step_s(steps, scale.moved(begin, point)))
 
     prior = start = best = point = scale.point(begin.constants)
     is_free = np.ones(len(prior), bool)

@@ -81,9 +81,10 @@ class FittingScale:
         """Constants of one point or of a row each."""
         return np.where(self.logarithmic, np.exp(point), point)
 
-    def constants(self, point: np.ndarray) -> dict[str, float]:
-        """Constants of a point by name."""
-        return dict(zip(self.names, self.values(point).tolist(), strict=True))
+    def moved(self, begin: Parameters, point: np.ndarray) -> Parameters:
+        """The constants of begin moved to a point; the rest stays."""
+        values = zip(self.names, self.values(point).tolist(), strict=True)
+        return replace(begin, constants={**begin.constants, **dict(values)})
 
     def solved(
         self, begin: Parameters, point: np.ndarray, covariance: np.ndarray
@@ -93,8 +94,7 @@ class FittingScale:
         ends = np.clip([point - half_width, point + half_width], self.low, self.high)
         pairs = zip(*self.values(ends).tolist(), strict=True)
         return replace(
-            begin,
-            constants={**begin.constants, **self.constants(point)},
+            self.moved(begin, point),
             intervals={**begin.intervals, **dict(zip(self.names, pairs, strict=True))},
             fitted=self.names,
             covariance=tuple(map(tuple, covariance.tolist())),

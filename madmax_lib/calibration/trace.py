@@ -20,8 +20,8 @@ import pandas as pd
 from scipy.optimize import least_squares
 
 from madmax_lib import catalog
+from madmax_lib.base import NS_PER_S
 from madmax_lib.base.collectives import TIMED, bus_factor
-from madmax_lib.base.units import NS_PER_S
 from madmax_lib.calibration.fit import SCALE
 from madmax_lib.calibration.scale import FittingScale, covariance_of
 from madmax_lib.calibration.trace_checks import check_trace, fit_notes
@@ -30,8 +30,8 @@ from madmax_lib.plan import Case
 from madmax_lib.simulator import Parameters, bounds, shipped, step_time
 from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.uncertainty import log_width
+from madmax_lib.timeline import Timeline, ends_ns
 from madmax_lib.timeline.kinds import collective_names
-from madmax_lib.timeline.timeline import Timeline, ends_ns
 from madmax_lib.traces import calls
 from madmax_lib.traces.waits.launch import device_work
 
@@ -215,8 +215,7 @@ def _solve(runs, begin, scale):
     prior = np.clip(scale.point(begin.constants), scale.low, scale.high)
 
     def residuals(point):
-        constants = begin.constants | scale.constants(point)
-        parameters = replace(begin, constants=constants)
+        parameters = scale.moved(begin, point)
         errors = []
         for run in runs:
             seconds = _seconds(run.steps, parameters)
@@ -255,7 +254,7 @@ def _collectives(traces, cases):
         nodes = -(-table["ranks"] // case.cluster.devices_per_node)
         both = {"send": "send_recv", "recv": "send_recv"}
         table = table.assign(nodes=nodes, collective=table["collective"].replace(both))
-        on_cpu = case.cluster.device.family == "cpu"
+        on_cpu = case.device.family == "cpu"
         table = _with_cores(table) if on_cpu else table
         tables.append(table)
         if on_cpu:
@@ -324,7 +323,7 @@ def _wide_enough(parameters, runs):
 
 def _steps(case):
     """The run as a step to be timed, its collectives beside no products."""
-    return Steps.of(replace(case, plan=replace(case.plan, overlap_tp=False)))
+    return Steps.of(case.with_plan(overlap_tp=False))
 
 
 def _seconds(steps, parameters):

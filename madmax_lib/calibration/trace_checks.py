@@ -12,7 +12,7 @@ from math import prod
 import numpy as np
 
 from madmax_lib import catalog
-from madmax_lib.base.units import NS_PER_S
+from madmax_lib.base import NS_PER_S
 from madmax_lib.calibration.judge.intervals import constants_of
 from madmax_lib.plan import Case
 from madmax_lib.simulator import Parameters
@@ -61,7 +61,7 @@ def fit_notes(
         if abs(error) > _MISSED
     ]
     # constants of a CPU may be anything: it has no data sheet
-    if case.cluster.device.family != "cpu":
+    if case.device.family != "cpu":
         states = constants_of(fitted)["state"]
         notes += [
             f"{name} = {fitted.constants[name]:.3g} is at its bound: it stands in for "
@@ -81,7 +81,7 @@ def fit_notes(
 
 def _check_device(timeline, case):
     """Family, peak and bandwidths of the traced device against the case's."""
-    device = case.cluster.device
+    device = case.device
     traced_name = timeline.meta.device
     compute = timeline.spans[timeline.spans["kind"] == "compute"]
     # processes on a CPU have no streams
@@ -133,7 +133,7 @@ def _check_groups(timeline, case):
     if not measured and table.empty:
         return
     degrees = [plan.dp, plan.tp, plan.pp, plan.cp, plan.ep, plan.shard or 1]
-    degrees.append(max(plan.dp * plan.cp // plan.ep, 1))
+    degrees.append(max(plan.replicas // plan.ep, 1))
     # a group may span any dimensions, at most four of which are its own
     sizes = {prod(some) for count in range(5) for some in combinations(degrees, count)}
     sizes |= {plan.world_size}
@@ -159,7 +159,7 @@ def _check_messages(sent_bytes, case):
     weights_bytes = 2.0 * case.model.parameters / (plan.tp * plan.pp)  # in 16 bits
     # weights are gathered, or after an update sent by those that own its states
     sends = {"all_gather", "generic"} | ({"broadcast"} if plan.zero < 3 else set())
-    if plan.zero and plan.dp * plan.cp > 1 and not kinds & sends:
+    if plan.zero and plan.replicas > 1 and not kinds & sends:
         raise ValueError(f"timeline: no all-gather, but {plan} gathers parameters")
     gathered_bytes = sent_bytes.get("all_gather", 0.0)
     gathers_nothing = plan.zero == 0 and plan.tp * plan.cp * plan.ep == 1
@@ -190,7 +190,7 @@ def _check_work(timeline, case):
     device's.
     """
     plan = case.plan
-    device = case.cluster.device
+    device = case.device
     # forward, dgrad and wgrad take the same
     flops = 3 * case.model.forward_flops(case.global_batch, case.sequence)
     flops = flops / plan.world_size

@@ -11,10 +11,9 @@ from functools import partial
 import numpy as np
 
 from madmax_lib import catalog
-from madmax_lib.base.fields import is_number, require_int, short_repr
-from madmax_lib.catalog.hardware import dtype_named
-from madmax_lib.catalog.models import DLRM, Cluster, Model
-from madmax_lib.catalog.software import Software
+from madmax_lib.base import is_number, require_int, short_repr
+from madmax_lib.catalog import DLRM, Cluster, Model, Software
+from madmax_lib.catalog.hardware import Device, dtype_named
 from madmax_lib.plan.columns import Plans, distinct
 from madmax_lib.plan.layout import predictions
 
@@ -110,8 +109,12 @@ class Case:
             if value is None:
                 raise ValueError(f"{name}=None: a step needs a {name}")
         case = cls(model, cluster, plan, global_batch, *options)
-        case.cluster.device.peak(case.dtype)
+        case.device.peak(case.dtype)
         return case
+
+    def with_plan(self, **changes) -> Case:
+        """The step under a changed plan."""
+        return replace(self, plan=replace(self.plan, **changes))
 
     def answer(self, call: Callable, **options):
         """Table or timeline that `estimate`, `simulate` or another call makes of the step.
@@ -120,6 +123,11 @@ class Case:
         step = vars(self) | options
         names = ("model", "cluster", "plan")
         return call(*[step.pop(name) for name in names], **step)
+
+    @property
+    def device(self) -> Device:
+        """Each of the cluster."""
+        return self.cluster.device
 
     @property
     def tokens(self) -> float | np.ndarray:

@@ -11,8 +11,8 @@ from numbers import Real
 import numpy as np
 import pandas as pd
 
-from madmax_lib.base.fields import short_repr
-from madmax_lib.catalog.data_files import table
+from madmax_lib.base import short_repr
+from madmax_lib.catalog import table
 from madmax_lib.catalog.software import OVERLAPS, Software
 from madmax_lib.plan.layout import layout_chunks
 
@@ -119,12 +119,17 @@ class Plans:
         return self.dp * self.tp * self.pp * self.cp
 
     @property
+    def replicas(self) -> _Ints:
+        """Devices that hold the same weights and see other tokens: dp x cp."""
+        return self.dp * self.cp
+
+    @property
     def sharing(self) -> _Ints:
         """Devices that share the states which ZeRO shards: all of dp x cp, or `shard`
         of them (HSDP).
         """
         # a sum instead of np.where, which would make arrays of a plan's numbers
-        return self.shard + (self.shard == 0) * self.dp * self.cp
+        return self.shard + (self.shard == 0) * self.replicas
 
     @property
     def expert_spread(self) -> _Ints:

@@ -10,7 +10,7 @@ from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple
 
-from madmax_lib.base.fields import short_repr
+from madmax_lib.base import short_repr
 
 _PART = re.compile(r"(\d{1,4})(m{0,99})(?:x([1-9]\d{0,3}))?", re.ASCII)
 

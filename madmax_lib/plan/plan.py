@@ -17,14 +17,13 @@ from dataclasses import dataclass, fields
 import numpy as np
 import pandas as pd
 
-from madmax_lib.base.fields import require_int, short_repr
-from madmax_lib.catalog.data_files import data_file
-from madmax_lib.catalog.models import Cluster, Model
+from madmax_lib.base import require_int, short_repr
+from madmax_lib.catalog import Cluster, Model, data_file
 from madmax_lib.plan.case import Case
 from madmax_lib.plan.columns import Plans
 from madmax_lib.plan.layout import layout_chunks, layout_text
 from madmax_lib.plan.rule import ZERO_PLUS
-from madmax_lib.plan.rules import ALONE, BATCH, enforce, rules_of
+from madmax_lib.plan.rules import ALONE, BATCH, check_plan, enforce
 
 # parts of the text form: words, their fields and values, N for a number
 _PARTS = pd.read_csv(data_file("plan_words.csv"))
@@ -248,8 +247,7 @@ class Plan(Plans):
         cluster, global_batch: not judged if None; sequence: the model's own if None.
         Rules: those of `rules`.
         """
-        case = Case(model, cluster, self, global_batch, sequence)
-        enforce(rules_of(case), self, case)
+        check_plan(Case(model, cluster, self, global_batch, sequence))
 
 
 @dataclass(frozen=True)

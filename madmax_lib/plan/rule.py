@@ -1,6 +1,5 @@
 """A rule of the book, the judgement of one plan, and what each field of a plan may hold."""
 
-import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -8,14 +7,14 @@ from numbers import Real
 
 import numpy as np
 
-from madmax_lib.base.fields import is_whole, short_repr
-from madmax_lib.catalog.data_files import data_file
+from madmax_lib.base import is_whole, short_repr
+from madmax_lib.catalog import data_file, read_object
 from madmax_lib.plan.columns import MODULES, distinct, is_budget
 
 ZERO_PLUS = ("qwz", "hpz", "qgz")  # the three parts of ZeRO++ [arXiv 2306.10209]
 _DEGREES = ("dp", "tp", "pp", "cp", "ep", "micro_batch", "interleave")
 _COUNTS = ("etp", "lora_rank", "prefetch", "shard", "first_layers", "last_layers")
-_CHOICES = json.loads(data_file("plan_choices.json").read_text())
+_CHOICES = read_object(data_file("plan_choices.json"))
 _LEAST_POSITIVE = 5e-324  # the smallest number above 0
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from madmax_lib.catalog.models import DLRM, Model
+from madmax_lib.catalog import DLRM, Model
 from madmax_lib.plan.case import Case
 from madmax_lib.plan.columns import MODULES
 from madmax_lib.plan.layout import layout_chunks, layout_layers
@@ -27,6 +27,7 @@ __all__ = [
     "STAGES",
     "STATED",
     "Rule",
+    "check_plan",
     "enforce",
     "layers_between",
     "rules_of",
@@ -83,13 +84,13 @@ ALONE = (
     ),
     Rule(
         "ep must divide dp x cp",
-        lambda p, c: _leaves_rest(p.dp * p.cp * p.expert_spread, p.ep),
+        lambda p, c: _leaves_rest(p.replicas * p.expert_spread, p.ep),
         "ep={p.ep} does not divide {p.expert_devices}",
     ),
     *map(_pipeline_rule, ("interleave", "first_layers", "last_layers"), (1, 0, 0)),
     Rule(
         "shard must divide dp x cp",
-        lambda p, c: _leaves_rest(p.dp * p.cp, p.shard),
+        lambda p, c: _leaves_rest(p.replicas, p.shard),
         "shard={p.shard} does not divide dp x cp = {p.dp} x {p.cp}",
     ),
     Rule(
@@ -490,3 +491,8 @@ def rules_of(case: Case) -> tuple[Rule, ...]:
     if case.global_batch is not None:
         rules += BATCH
     return rules + SOFTWARE if case.software else rules
+
+
+def check_plan(case: Case) -> None:
+    """Raises ValueError, in the words of the first of these that the plan breaks."""
+    enforce(rules_of(case), case.plan, case)

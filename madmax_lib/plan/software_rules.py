@@ -13,7 +13,7 @@ from operator import or_
 
 import numpy as np
 
-from madmax_lib.catalog.models import DLRM
+from madmax_lib.catalog import DLRM
 from madmax_lib.plan.rule import ZERO_PLUS, Rule, is_not_among
 
 
@@ -134,8 +134,8 @@ _CHOICES: dict[str, tuple[Callable, str]] = {
     ),
 }
 _MATTERS = {  # where a choice of one field changes anything
-    "reduce_fp32": lambda p: p.dp * p.cp > 1,
-    "prefetch": lambda p: (p.zero == 3) & (p.dp * p.cp > 1),
+    "reduce_fp32": lambda p: p.replicas > 1,
+    "prefetch": lambda p: (p.zero == 3) & (p.replicas > 1),
     "sequence_parallel": lambda p: p.tp > 1,
 }
 

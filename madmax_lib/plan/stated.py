@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib import catalog
-from madmax_lib.catalog.models import DLRM, Cluster, Device, Transformer
+from madmax_lib.catalog import DLRM, Cluster, Device, Transformer
 from madmax_lib.catalog.software import OVERLAPS, Software
 from madmax_lib.plan.case import Case
 from madmax_lib.plan.columns import MODULES

@@ -4,7 +4,7 @@ beside them.
 
 import math
 
-from madmax_lib.base.fields import require_int
+from madmax_lib.base import require_int
 from madmax_lib.plan_flags.keys import WORDS, Keys
 from madmax_lib.plan_flags.megatron import megatron
 from madmax_lib.plan_flags.text import Source

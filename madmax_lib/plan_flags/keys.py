@@ -9,15 +9,14 @@ above; empty says nothing about the plan, where the value is one of `values` (if
 are any; after `!` none of them), and is refused with the note otherwise.
 """
 
-import json
 import re
 from functools import lru_cache
 
-from madmax_lib.base.fields import is_whole, short_repr
-from madmax_lib.catalog import data_file, table
+from madmax_lib.base import is_whole, short_repr
+from madmax_lib.catalog import data_file, read_object, table
 from madmax_lib.plan_flags.text import Source, scalar
 
-WORDS = json.loads(data_file("plan_flags/words.json").read_text())
+WORDS = read_object(data_file("plan_flags/words.json"))
 FRAMEWORKS = WORDS["frameworks"]  # and their other names
 
 

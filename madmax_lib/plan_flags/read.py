@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from madmax_lib import catalog
-from madmax_lib.base.fields import require_int
+from madmax_lib.base import require_int
 from madmax_lib.plan import Plan
 from madmax_lib.plan_flags.deepspeed import accelerate, deepspeed
 from madmax_lib.plan_flags.keys import FRAMEWORKS, framework_named

@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from madmax_lib.base.fields import short_repr
+from madmax_lib.base import short_repr
 
 _FILE = re.compile(r"[^\s{}\[\]]+\.(toml|json|ya?ml|sh|log|txt)")
 # what a writer leaves to the training script

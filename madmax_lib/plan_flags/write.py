@@ -1,7 +1,7 @@
 """A plan as the text of a framework's configuration, checked by reading it back."""
 
 from madmax_lib import catalog
-from madmax_lib.base.fields import require_int
+from madmax_lib.base import require_int
 from madmax_lib.catalog import Model, Transformer
 from madmax_lib.catalog.software import OVERLAPS
 from madmax_lib.plan import Case

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from shlex import quote
 
-from madmax_lib.base.fields import require_int
+from madmax_lib.base import require_int
 from madmax_lib.catalog import Transformer
 from madmax_lib.plan.layout import predictions
 from madmax_lib.plan.plan import DEFAULTS, Plan
@@ -27,12 +27,12 @@ from madmax_lib.plan_flags.torchtitan import SCHEDULES
 
 # where a field changes nothing
 _MOOT: dict[str, Callable[[Plan], bool]] = {
-    "reduce_fp32": lambda p: p.dp * p.cp == 1,
-    "overlap_gather": lambda p: p.dp * p.cp == 1,
-    "zero": lambda p: p.dp * p.cp == 1 and not p.offload,
-    "shard": lambda p: p.shard == p.dp * p.cp,
-    "bucket_bytes": lambda p: p.dp * p.cp == 1 or p.zero == 3,
-    "prefetch": lambda p: p.zero < 3 or p.dp * p.cp == 1,
+    "reduce_fp32": lambda p: p.replicas == 1,
+    "overlap_gather": lambda p: p.replicas == 1,
+    "zero": lambda p: p.replicas == 1 and not p.offload,
+    "shard": lambda p: p.shard == p.replicas,
+    "bucket_bytes": lambda p: p.replicas == 1 or p.zero == 3,
+    "prefetch": lambda p: p.zero < 3 or p.replicas == 1,
     "context": lambda p: p.cp == 1,
     "etp": lambda p: p.ep == 1 or (p.etp or p.tp) == p.tp,
     "capacity": lambda p: p.ep == 1,
@@ -89,7 +89,7 @@ def _shards(plan):
     # DDP copies all
     if not plan.zero:
         return plan.dp, 1
-    shards, rest = divmod(plan.shard or plan.dp * plan.cp, plan.cp)
+    shards, rest = divmod(plan.shard or plan.replicas, plan.cp)
     if rest or not shards:
         raise ValueError(
             f"shard={plan.shard} must be a multiple of cp={plan.cp}, over which FSDP "
@@ -125,7 +125,7 @@ def _megatron_flags(plan, run):
         flags["pipeline-model-parallel-layout"] = layout_letters(plan.layout)
         flags["mtp-num-layers"] = predictions(plan.layout) or None
     if plan.shard:
-        flags["num-distributed-optimizer-instances"] = plan.dp * plan.cp // plan.shard
+        flags["num-distributed-optimizer-instances"] = plan.replicas // plan.shard
     is_full = plan.recompute == "full"
     granularity = plan.recompute if plan.recompute != "none" else None
     if plan.recomputes_modules:

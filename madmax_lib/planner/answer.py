@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib import catalog
-from madmax_lib.base.fields import require_int, same_fields
+from madmax_lib.base import require_int, same_fields
 from madmax_lib.plan import Plan, Plans
 from madmax_lib.planner.evaluate import (
     LAYOUT_KEY,
@@ -164,7 +164,7 @@ class SearchResult:
         """Memory of a recipe, by our count, that does not fit; else empty."""
         if not len(self.beats) or self.beats["fits"].iloc[0]:
             return ""
-        device = self.problem.case.cluster.device
+        device = self.problem.case.device
         needed_gb = self.beats["memory_bytes"].iloc[0] / 1e9
         return (
             f"counted at {needed_gb:.1f} GB the recipe does not fit: {device.name} has "
@@ -184,7 +184,7 @@ class SearchResult:
         unlaunched = counts.get("a stack must launch it", 0)
         headline = (
             f"{case.model.name} on {case.cluster.world_size:,} x "
-            f"{case.cluster.device.name}, batch {case.global_batch:,}: "
+            f"{case.device.name}, batch {case.global_batch:,}: "
             f"{self.evaluated:,} plans in {self.seconds:.1f} s, {self.feasible:,} fit"
         )
         if unlaunched:
@@ -286,7 +286,7 @@ def described(problem: SearchProblem, columns: Columns) -> Described:
         table["memory_bytes"] = launched["memory_bytes"].fillna(table["memory_bytes"])
     left = left.assign(low_s=seconds / factor, high_s=seconds * factor)
     table = pd.concat([left, table.loc[:, "memory_bytes":]], axis=1)
-    device = case.cluster.device
+    device = case.device
     if device.tdp_w > 0:
         table["energy_j"] = case.cluster.world_size * device_energy_j(times, device)
     table.insert(0, "stacks", launched["stacks"])

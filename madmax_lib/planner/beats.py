@@ -39,7 +39,7 @@ def beats(problem: SearchProblem, degrees: list[Degrees]) -> pd.DataFrame:
     recipe = problem.case.plan
     searched = [_recipe_row(problem)]
     # a recipe was run, so what takes no more memory than it may run too
-    usable = usable_bytes(problem.case.cluster.device)
+    usable = usable_bytes(problem.case.device)
     most_bytes = max(usable, searched[0]["memory_bytes"][0])
     problem = replace(problem, objective="time", room_bytes=most_bytes)
     for most in range(1, problem.changes + 1):

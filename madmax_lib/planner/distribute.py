@@ -8,7 +8,7 @@ the same. The part of a worker that dies is done again.
 from collections.abc import Sequence
 from functools import partial
 
-from madmax_lib.base.executors import as_they_end
+from madmax_lib.base import as_they_end
 from madmax_lib.base.progress import bar
 from madmax_lib.planner.evaluate import (
     PartialResult,

@@ -17,7 +17,7 @@ from operator import or_
 
 import numpy as np
 
-from madmax_lib.base.fields import (
+from madmax_lib.base import (
     require_int,
     require_number,
     same_fields,
@@ -96,7 +96,7 @@ class SearchProblem:
         require_number("usd_per_hour", self.usd_per_hour, unknown=True)
         # "not above 0" is true of NaN too, which "at most 0" is not
         if self.objective == "cost" and not self.usd_per_hour > 0:
-            device = self.case.cluster.device.name
+            device = self.case.device.name
             raise ValueError(
                 f"objective='cost' needs a price: {device} has none of this year in the "
                 "catalog; give usd_per_hour=, its price"
@@ -233,7 +233,7 @@ def _evaluate_block(problem, plans, position, masks, skipped):
     values = {"step_s": times, "memory_bytes": memory, "cost_usd": times * usd_per_s}
     if problem.objective == "energy":
         parts = step_time(Steps.of(case), problem.parameters)
-        joules = case.cluster.world_size * device_energy_j(parts, case.cluster.device)
+        joules = case.cluster.world_size * device_energy_j(parts, case.device)
         values["energy_j"] = np.broadcast_to(joules, fits.shape)
     objective = np.where(fits, values[_OBJECTIVES[problem.objective]], np.inf)
     best = _smallest(objective, memory, times, problem.top)

@@ -13,10 +13,9 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib import catalog
+from madmax_lib.base import require_int, require_number, require_type
 from madmax_lib.base.executors import submitter
-from madmax_lib.base.fields import require_int, require_number, require_type
-from madmax_lib.catalog import DLRM, Cluster, Device, Model
-from madmax_lib.catalog.software import Software
+from madmax_lib.catalog import DLRM, Cluster, Device, Model, Software
 from madmax_lib.plan import Case, Plan
 from madmax_lib.planner.answer import (
     SearchResult,
@@ -110,7 +109,7 @@ def search(
     if len(stacks) == 1:
         # memory and time are then those of the one stack that may launch a plan
         case = replace(case, software=stacks[0])
-    device = case.cluster.device
+    device = case.device
     problem = SearchProblem(
         case,
         require_type("space", space, Space, Space),
@@ -226,7 +225,7 @@ def check_case(case: Case) -> None:
 def _nothing_fits(problem, result):
     """Why a search ends without a plan: nothing is launched, or nothing is small enough."""
     model = problem.case.model.name
-    device = problem.case.cluster.device.name
+    device = problem.case.device.name
     if result.evaluated:
         return (
             f"no plan of {model} fits: the least needs {result.least_bytes / 1e9:.1f} GB "

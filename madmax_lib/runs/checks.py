@@ -227,7 +227,7 @@ def _pipeline_rules(plan, spec, micro_batches):
         # seen with torch 2.13: parameters are resharded between the two halves of the
         # backward pass
         "a zero-bubble pipeline gives wrong gradients with zero=3 and dp x cp > 1; use z2": (
-            zero_bubble and plan.zero == 3 and plan.dp * plan.cp > 1
+            zero_bubble and plan.zero == 3 and plan.replicas > 1
         ),
     }
 

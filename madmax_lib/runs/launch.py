@@ -31,7 +31,7 @@ from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 
-from madmax_lib.base.fields import require_type
+from madmax_lib.base import require_type
 from madmax_lib.catalog import PROJECT
 from madmax_lib.runs import testbed
 from madmax_lib.runs.checks import deepspeed_locks

@@ -22,7 +22,7 @@ from pathlib import Path
 import pandas as pd
 
 from madmax_lib.base.atomic import write_text
-from madmax_lib.catalog.data_files import read_object
+from madmax_lib.catalog import read_object
 from madmax_lib.runs.spec import RunSpec
 
 # of a step, also the labels in its traces

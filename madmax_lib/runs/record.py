@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
-from madmax_lib.base.fields import require_int
+from madmax_lib.base import require_int
 
 
 def run_script(name: str, arguments: Sequence[str], *, is_module: bool = False) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from madmax_lib.base.fields import check_fields
+from madmax_lib.base import check_fields
 
 # other numbers may be zero
 _POSITIVE = ("steps", "global_batch", "learning_rate", "timeout_s", "ranks")

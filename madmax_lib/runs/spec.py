@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 
+from madmax_lib.base import require_number, require_type
 from madmax_lib.base.extras import with_extra
-from madmax_lib.base.fields import require_number, require_type
 from madmax_lib.catalog import Transformer
 from madmax_lib.plan import Plan
 from madmax_lib.runs import checks, testbed

@@ -11,12 +11,12 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
-from madmax_lib.base.fields import require_type
+from madmax_lib.base import require_type
 from madmax_lib.catalog import DLRM, Cluster, Model, Software
 from madmax_lib.plan import Case
 from madmax_lib.plan.legal import legal
 from madmax_lib.plan.plan import Plan, plans_of
-from madmax_lib.plan.rules import enforce, rules_of
+from madmax_lib.plan.rules import check_plan
 from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.memory.memory import plans_peak_bytes, usable_bytes
 from madmax_lib.simulator.rates.parameters import (
@@ -100,7 +100,7 @@ def estimate(
     if is_table:
         values = _values_of_table(case, parameters, counted)
     else:
-        enforce(rules_of(case), case.plan, case)
+        check_plan(case)
         values = _values(case, parameters, counted)
     added = {}
     refused = {}
@@ -117,7 +117,7 @@ def estimate(
 def _as_table(values, case, index, counted, offload):
     """Table of `estimate` from rows of `_COLUMNS` and columns of offload."""
     step_s = values[0]
-    peak_flops = case.cluster.world_size * case.cluster.device.peak(case.dtype)
+    peak_flops = case.cluster.world_size * case.device.peak(case.dtype)
     # 3: a backward pass has twice the FLOPs of a forward one
     flops = 3 * case.model.forward_flops(case.global_batch, case.sequence)
     values[-3] = flops / (step_s * peak_flops)
@@ -132,7 +132,7 @@ def _as_table(values, case, index, counted, offload):
         memory_bytes = values[-1]
         # that of plans with offload is not counted; a share was found that fits
         is_away = np.isnan(memory_bytes) & ~np.isnan(step_s)
-        usable = usable_bytes(case.cluster.device)
+        usable = usable_bytes(case.device)
         table["fits"] = (memory_bytes <= usable) | is_away
     return table
 

@@ -7,12 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
-from madmax_lib.base import NS_PER_S
-from madmax_lib.base.fields import require_int, require_type
+from madmax_lib.base import NS_PER_S, require_int, require_type
 from madmax_lib.catalog import DLRM, Cluster, Model, Software, Transformer
 from madmax_lib.catalog.measured_collectives import MeasuredCollectives
 from madmax_lib.plan import Case, Plan
-from madmax_lib.plan.rules import enforce, rules_of
+from madmax_lib.plan.rules import check_plan
 from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.costs.prices import Prices
 from madmax_lib.simulator.events.engine import (
@@ -128,7 +127,7 @@ def _meta(case, seed, offloaded):
             stage: list(range(stage * width, (stage + 1) * width))
             for stage in range(plan.pp)
         },
-        device=case.cluster.device.name,
+        device=case.device.name,
         provenance={
             "model": case.model.name,
             "cluster": case.cluster.name,
@@ -146,7 +145,7 @@ def _lay_out(case, parameters, policy=None):
     """Operations of `simulate` before they are timed, one rank per pipeline stage;
     arguments and errors as there.
     """
-    enforce(rules_of(case), case.plan, case)
+    check_plan(case)
     sharding_of = Sharding
     if policy is not None or case.plan.offload is not None:
         # offload is a wing: imported where a step needs it
@@ -165,7 +164,7 @@ def _micro_batch(case, samples, parameters):
     """Blocks of a micro-batch of so many samples per device, their prices and the
     message between stages.
     """
-    case = replace(case, plan=replace(case.plan, micro_batch=samples))
+    case = case.with_plan(micro_batch=samples)
     # recommendation models give their work as blocks
     is_dlrm = isinstance(case.model, DLRM)
     steps = Steps.of(replace(case, model=_NOTHING) if is_dlrm else case)

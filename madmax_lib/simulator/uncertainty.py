@@ -25,6 +25,7 @@ import numpy as np
 
 from madmax_lib.plan.columns import alike_rows
 from madmax_lib.simulator.costs.inputs import Steps
+from madmax_lib.simulator.rates.compute import Parts
 from madmax_lib.simulator.rates.parameters import Parameters, bounds
 
 COMPONENTS = ("constants", "stranger", "mixture", "rare", "lora")
@@ -33,9 +34,7 @@ COMPONENTS = ("constants", "stranger", "mixture", "rare", "lora")
 _SCALE = 0.04
 
 
-def log_width(
-    steps: Steps, times: Mapping[str, np.ndarray], parameters: Parameters
-) -> np.ndarray:
+def log_width(steps: Steps, times: Parts, parameters: Parameters) -> np.ndarray:
     """Half-width of the 90 % interval of each step with these `step_time`, as a
     logarithm; NaN without residuals.
     """
@@ -44,9 +43,7 @@ def log_width(
     return width_of(components(steps, times, parameters), parameters.residuals)
 
 
-def width_of(
-    parts: Mapping[str, np.ndarray], residuals: Mapping[str, float]
-) -> np.ndarray:
+def width_of(parts: Parts, residuals: Mapping[str, float]) -> np.ndarray:
     """Half-widths from `components` and their sizes."""
     # constants saved before LoRA had a component of its own count it as rare
     sizes = {"lora": residuals["rare"], **residuals}
@@ -57,7 +54,7 @@ def width_of(
 
 
 def components(
-    steps: Steps, times: Mapping[str, np.ndarray], parameters: Parameters
+    steps: Steps, times: Parts, parameters: Parameters
 ) -> dict[str, np.ndarray]:
     """Factors of the components of the variance: `COMPONENTS`, and
     doublings.
@@ -122,16 +119,14 @@ def _open_variance(steps, times, parameters):
     return np.maximum(result, 0.0)
 
 
-def pace(times: Mapping[str, np.ndarray], parameters: Parameters) -> np.ndarray:
+def pace(times: Parts, parameters: Parameters) -> np.ndarray:
     """Relative change of each step over that of the rate of its software, below 0."""
     of_parts = parameters.sensitivities.get("stack_rate", {})
     change_s = sum(slope * times[part] for part, slope in of_parts.items())
     return np.asarray(change_s / times["step_s"])
 
 
-def shared_errors(
-    steps: Steps, times: Mapping[str, np.ndarray], parameters: Parameters
-) -> np.ndarray:
+def shared_errors(steps: Steps, times: Parts, parameters: Parameters) -> np.ndarray:
     """Covariance (n, n) of log(measured / predicted) that the constants leave open;
     `log_width` has its diagonal.
     """

@@ -22,7 +22,6 @@ Nothing is taken from what a trainer wrote about itself: shapes of products and 
 attention, messages and names of kernels tell it.
 """
 
-import json
 import re
 from dataclasses import dataclass, replace
 
@@ -30,7 +29,7 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib import catalog
-from madmax_lib.base.units import NS_PER_S
+from madmax_lib.base import NS_PER_S
 from madmax_lib.calibration.job.attention import check_attention
 from madmax_lib.calibration.job.observed import Observed
 from madmax_lib.calibration.job.shapes import shapes_of
@@ -124,10 +123,7 @@ def another_plan(
     spread = max(_HALF_90 * np.log(step_seconds(timeline)).std(ddof=0), _SPREAD)
     width = float(np.hypot(spread, share * prior))
     crowded = ["more ranks than traced: assuming that each has its own cores"]
-    if (
-        case.cluster.device.family != "cpu"
-        or new.plan.world_size <= case.plan.world_size
-    ):
+    if case.device.family != "cpu" or new.plan.world_size <= case.plan.world_size:
         crowded = []
     simulated = new.answer(simulate, parameters=parameters)
     # all spans take longer by one factor, so that the step lasts step_s
@@ -202,7 +198,7 @@ def _constants(timeline, case):
     """Constants fitted to the trace."""
     check_attention(timeline, case)
     fitted = fit_timeline(timeline, case)
-    if case.cluster.device.family != "cpu":
+    if case.device.family != "cpu":
         return fitted
     # no shipped row shows a CPU: a machine's own fit begins where CPUs are
     begin = replace(shipped(), collectives=fitted.collectives, links=fitted.links)
@@ -236,7 +232,7 @@ _PRODUCTS = r"gemm|nvjet|cijk|cutlass|xmma"
 # what tells them: of dtypes the names of kernels of products, of stacks of the catalog
 # labels and operators, each the first that matches; of the model's sizes where they are
 # read, and how sure that is
-_SIGNS = json.loads(catalog.data_file("traced_jobs.json").read_text())
+_SIGNS = catalog.read_object(catalog.data_file("traced_jobs.json"))
 
 
 @dataclass(frozen=True)

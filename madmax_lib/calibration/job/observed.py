@@ -13,8 +13,8 @@ from math import prod
 import numpy as np
 import pandas as pd
 
+from madmax_lib.timeline import BUSY_KINDS, Timeline
 from madmax_lib.timeline.kinds import collective_names
-from madmax_lib.timeline.timeline import BUSY_KINDS, Timeline
 from madmax_lib.traces import calls
 from madmax_lib.traces.operators.ops import operator_calls
 from madmax_lib.traces.read.values import dtype_bytes

@@ -189,7 +189,7 @@ def predict(
         # a mask of the supported rows, spread over all of them
         supported[supported] = finite
     room_bytes = np.array(
-        [usable_bytes(case.cluster.device) if case else np.nan for case in read["case"]]
+        [usable_bytes(case.device) if case else np.nan for case in read["case"]]
     )
     too_large = result["predicted_memory_bytes"].to_numpy(float) > room_bytes
     return result.assign(

@@ -24,9 +24,8 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib import catalog
+from madmax_lib.base import format_s, short_repr
 from madmax_lib.base.atomic import write_text
-from madmax_lib.base.fields import short_repr
-from madmax_lib.base.units import format_s
 from madmax_lib.calibration.machine.compared import (
     case_of,
     compared,
@@ -122,7 +121,7 @@ def _content():
     """The runs of a calibration, and for either kind of device their models: the base,
     the samples of two ranks, and the sizes that are changed.
     """
-    return json.loads(catalog.data_file("calibration_runs.json").read_text())
+    return catalog.read_object(catalog.data_file("calibration_runs.json"))
 
 
 def _planned_runs(purpose):
@@ -262,7 +261,7 @@ class _Calibration:
         """Products and copies of one device, from kernels.csv if it is there."""
         path = self.directory / "kernels.csv"
         if not path.exists():
-            from madmax_lib.runs.measure.bench import bench  # imports torch
+            from madmax_lib.runs import bench  # imports torch
 
             parts = ("linear", "linear up", "copy")
             # ranks have one thread each

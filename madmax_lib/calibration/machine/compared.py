@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pandas as pd
 
-from madmax_lib.base.units import NS_PER_S
+from madmax_lib.base import NS_PER_S
 from madmax_lib.calibration.machine.machine import Machine
 from madmax_lib.calibration.trace import kernel_seconds
 from madmax_lib.plan import Case
 from madmax_lib.runs import RunSpec
 from madmax_lib.runs.read import Run
-from madmax_lib.simulator import estimate, memory, peak_bytes, simulate
+from madmax_lib.simulator import estimate, peak_bytes, simulate
+from madmax_lib.simulator.memory.memory import memory_of
 from madmax_lib.timeline import breakdown
 from madmax_lib.traces import read_trace
 
@@ -56,7 +57,7 @@ def predicted(machine: Machine, spec: RunSpec) -> dict[str, object]:
     row = case.answer(estimate, parameters=machine.parameters).iloc[0]
     step_s = float((spans["start_ns"] + spans["dur_ns"]).max() / NS_PER_S)
     # torch counts allocations on a GPU, a CPU shows whole processes
-    on_gpu = case.cluster.device.family != "cpu"
+    on_gpu = case.device.family != "cpu"
     return {
         "model": spec.model,
         "strategy": spec.strategy,
@@ -65,7 +66,7 @@ def predicted(machine: Machine, spec: RunSpec) -> dict[str, object]:
         "low_s": step_s * float(row["low_s"] / row["step_s"]),
         "high_s": step_s * float(row["high_s"] / row["step_s"]),
         **_shares(breakdown(timeline), "predicted", step_s),
-        "predicted_bytes": _predicted_bytes(case, allocated=on_gpu),
+        "predicted_bytes": peak_bytes(memory_of(case), allocated=on_gpu),
     }
 
 
@@ -100,14 +101,7 @@ def _shares(table, which, total_s):
 def process_bytes(run: Run, machine: Machine) -> float:
     """Bytes of a process beside the tensors of a step: Python, torch, their allocators."""
     case = case_of(run.spec, machine)
-    return _measured_bytes(run) - _predicted_bytes(case, allocated=True)
-
-
-def _predicted_bytes(case, *, allocated):
-    """Bytes of the fullest rank; allocated: those of tensors alone."""
-    names = ("sequence", "dtype", "global_batch", "software", "cluster")
-    options = {name: getattr(case, name) for name in names}
-    return peak_bytes(memory(case.model, case.plan, **options), allocated=allocated)
+    return _measured_bytes(run) - peak_bytes(memory_of(case), allocated=True)
 
 
 def _measured_bytes(run):

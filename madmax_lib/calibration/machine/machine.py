@@ -29,7 +29,7 @@ from madmax_lib.simulator.rates.parameters import (
 from madmax_lib.simulator.uncertainty import COMPONENTS
 
 # where a fit of a machine begins whose devices are processes on a CPU
-_CPU = json.loads(catalog.data_file("cpu_constants.json").read_text())
+_CPU = catalog.read_object(catalog.data_file("cpu_constants.json"))
 # standard deviations of the logarithms of constants: of CPUs, which no shipped row
 # shows, and of other machines
 _WIDE = 0.7
@@ -207,8 +207,7 @@ def fit_constants(
 
     def errors(point):
         """(runs, columns) log(predicted / measured), 0 where nothing was measured."""
-        constants = first.constants | scale.constants(point)
-        predicted = parts_of(steps, replace(first, constants=constants))[columns]
+        predicted = parts_of(steps, scale.moved(first, point))[columns]
         return np.nan_to_num(np.log(np.maximum(predicted.to_numpy(), _LEAST_S)) - log_s)
 
     def residuals(point):

@@ -24,7 +24,8 @@ from madmax_lib.plan.stated import (
     remarks_of,
     text_of,
 )
-from madmax_lib.simulator import memory, peak_bytes, usable_bytes
+from madmax_lib.simulator import peak_bytes, usable_bytes
+from madmax_lib.simulator.memory.memory import memory_of
 
 _DEGREES = ("tp", "pp", "cp")
 # field of a plan: column
@@ -82,9 +83,7 @@ def cases_of(raw: dict, case: Case) -> list[Case]:
         case.plan.zero == 3 and not case.model.experts and not _fits(case)
         for case in cases
     ):
-        cases = [
-            replace(case, plan=replace(case.plan, recompute="full")) for case in cases
-        ]
+        cases = [case.with_plan(recompute="full") for case in cases]
     if len(cases) == 1:
         return cases
     return [case for case in cases if _fits(case)] or cases
@@ -93,35 +92,24 @@ def cases_of(raw: dict, case: Case) -> list[Case]:
 def _fits(case):
     """Whether the fullest device holds its part; never for a plan that breaks a rule."""
     try:
-        peak = peak_bytes(_case_memory(case))
+        # on any GPUs
+        peak = peak_bytes(memory_of(replace(case, cluster=None)))
     except ValueError:
         return False
-    return peak <= usable_bytes(case.cluster.device)
-
-
-def _case_memory(case):
-    """The table of `memory` of a row's step."""
-    return memory(
-        case.model,
-        case.plan,
-        sequence=case.sequence,
-        dtype=case.dtype,
-        global_batch=case.global_batch,
-        software=case.software,
-    )
+    return peak <= usable_bytes(case.device)
 
 
 def least_memory(case: Case, recompute_stated: bool) -> pd.DataFrame:
-    """`_case_memory`, where recompute that is not stated is the least that fits.
+    """Memory on any GPUs, where recompute that is not stated is the least that fits.
 
     Of none, selective and full; full where nothing does.
     """
+    room = usable_bytes(case.device)
+    case = replace(case, cluster=None)
     stated = recompute_stated or case.plan.recompute != "none"
     for recompute in [case.plan.recompute] if stated else ["none", "selective", "full"]:
-        table = _case_memory(
-            replace(case, plan=replace(case.plan, recompute=recompute))
-        )
-        if peak_bytes(table) <= usable_bytes(case.cluster.device):
+        table = memory_of(case.with_plan(recompute=recompute))
+        if peak_bytes(table) <= room:
             break
     return table
 
@@ -181,7 +169,7 @@ def _with_experts(raw, case):
     plan = case.plan
     # placements: what experts may be laid over, the usual one first
     placements = case.software.expert_placement
-    replicas = plan.dp * plan.cp
+    replicas = plan.replicas
     degrees = {count_of(raw, "ep", 1)}
     if not count_of(raw, "ep") and placements and text_of(raw, "source"):
         degrees |= {math.gcd(case.model.experts, replicas) if case.model.experts else 1}
@@ -195,7 +183,7 @@ def _plans(raw, case):
     """Plans of a layout that differ in what the row does not state: micro-batch and
     interleaving.
     """
-    case = replace(case, plan=replace(case.plan, **_sharding(raw, case)))
+    case = case.with_plan(**_sharding(raw, case))
     plan = replace(case.plan, **habits_of(raw, case), **_stages(raw, case))
     for micro_batch in _micro_batches(raw, case, plan):
         count = case.global_batch / (plan.dp * micro_batch)
@@ -248,8 +236,8 @@ def _sharding(raw, case):
     sizes = [int(size) for size in re.findall(r"\bFSDP(?: size |=| )(\d+)\b", remarks)]
     if "HSDP" in remarks:
         sizes.append(case.cluster.devices_per_node)
-    sharing = plan.dp * plan.cp
-    legal = [size for size in sizes if 1 < size < sharing and sharing % size == 0]
+    replicas = plan.replicas
+    legal = [size for size in sizes if 1 < size < replicas and replicas % size == 0]
     shard = legal[0] if zero and legal else 0
     # torchao gathers float8 weights where it has one scale per tensor
     precision = text_of(raw, "precision").lower()
@@ -278,7 +266,7 @@ def _usual_zero(raw, case):
     experts = model.moe_layers * model.experts * model.expert_parameters
     parameters = model.parameters - experts * (1 - 1 / plan.ep)
     states_bytes = (2 if _lora_rank(raw) else 6) * parameters / plan.tp
-    large = states_bytes > case.cluster.device.memory_bytes
+    large = states_bytes > case.device.memory_bytes
     if large and plan.pp == 1 and 3 in choices and _has_layout(raw):
         return 3
     if 1 in choices:

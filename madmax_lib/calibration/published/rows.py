@@ -123,8 +123,8 @@ def facts_of(case: Case) -> dict:
     return {name: getattr(case.plan, name) for name in _PLAN} | {
         "kind": next(kind for kind, applies in kinds.items() if applies),
         "software": case.software.name,
-        "gpu": case.cluster.device.name,
-        "family": case.cluster.device.family,
+        "gpu": case.device.name,
+        "family": case.device.family,
         "dtype": case.dtype,
         "global_batch": case.global_batch,
     }
@@ -249,9 +249,7 @@ def flops_and_peaks(rows: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
         model_flops(case, {"source": source})
         for case, source in zip(cases, rows["source"], strict=True)
     ]
-    peaks = [
-        case.plan.world_size * case.cluster.device.peak(case.dtype) for case in cases
-    ]
+    peaks = [case.plan.world_size * case.device.peak(case.dtype) for case in cases]
     return np.array(flops), np.array(peaks)
 
 

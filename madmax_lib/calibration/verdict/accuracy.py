@@ -9,7 +9,7 @@ import pandas as pd
 
 from madmax_lib.calibration.judge.intervals import class_of, spread
 from madmax_lib.calibration.published.rows import flops_and_peaks
-from madmax_lib.simulator.uncertainty import width_of
+from madmax_lib.simulator import width_of
 
 
 def baseline(rows: pd.DataFrame, fold: np.ndarray | None = None) -> np.ndarray:

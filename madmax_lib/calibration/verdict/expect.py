@@ -19,7 +19,7 @@ import pandas as pd
 from scipy.stats import t as student
 
 from madmax_lib import catalog
-from madmax_lib.base.fields import require_number, require_type, same_fields
+from madmax_lib.base import require_number, require_type, same_fields
 from madmax_lib.calibration.fit import usable
 from madmax_lib.calibration.published.rows import (
     facts_of,
@@ -34,11 +34,9 @@ from madmax_lib.calibration.verdict.explain import (
     parts_of,
     timed_s,
 )
-from madmax_lib.catalog import DLRM, Cluster, Model, Software
-from madmax_lib.catalog.flops import flops
+from madmax_lib.catalog import Cluster, Model, Software, flops
 from madmax_lib.plan import Case, Plan
-from madmax_lib.plan.rules import enforce, rules_of
-from madmax_lib.simulator.memory.memory import usable_bytes
+from madmax_lib.simulator import usable_bytes
 from madmax_lib.simulator.rates.parameters import (
     Parameters,
     constants_of,
@@ -46,7 +44,7 @@ from madmax_lib.simulator.rates.parameters import (
     software_of,
 )
 from madmax_lib.simulator.steady.step_time import step_s
-from madmax_lib.timeline.timeline import Timeline
+from madmax_lib.timeline import Timeline
 
 VERDICTS = ("fine", "slow", "suspiciously fast", "cannot tell")
 # factor from the prediction to an end of the interval, beyond which a run inside is not
@@ -177,12 +175,10 @@ def expect(
     software = software_of(software, parameters)
     plan = Plan.parse(plan)
     case = Case.of_step(model, cluster, plan, global_batch, sequence, dtype, software)
-    if isinstance(case.model, DLRM):
-        raise ValueError(
-            f"{case.model.name}: recommendation models have no closed form; use "
-            "simulate"
-        )
-    enforce(rules_of(case), case.plan, case)
+    # which refuses what cannot be laid out
+    outlook = Outlook.of(
+        case, require_type("parameters", parameters, Parameters, shipped)
+    )
     arguments = {
         "step_s": step_s,
         "tokens_per_s": tokens_per_s,
@@ -190,8 +186,6 @@ def expect(
         "tflops": tflops,
     }
     source, measured_s = _measured_s(case, arguments, timeline)
-    parameters = require_type("parameters", parameters, Parameters, shipped)
-    outlook = Outlook.of(case, parameters)
     predicted_s = outlook.predicted_s
     if not 1 / _ABSURD < measured_s / predicted_s < _ABSURD:
         stated = f"{source}={arguments[source]:.4g}" if source in arguments else source
@@ -290,7 +284,7 @@ def _reason(verdict, measured_s, outlook, floor_s):
             ", which is inside, but the prediction is only good to a factor of "
             f"{factor:.2f} either way"
         )
-    device = outlook.case.cluster.device
+    device = outlook.case.device
     # torch's switch for it is easily forgotten
     if outlook.case.dtype == "fp32" and "tf32" in device.peak_flops:
         text += "; if torch was allowed to use TF32, name dtype tf32"

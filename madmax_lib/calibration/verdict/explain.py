@@ -16,11 +16,11 @@ import pandas as pd
 
 from madmax_lib.calibration.trace import slowest_stage
 from madmax_lib.calibration.trace_checks import check_trace
-from madmax_lib.plan.case import Case
+from madmax_lib.plan import Case
 from madmax_lib.simulator import Parameters, estimate
 from madmax_lib.simulator.steady.step_time import COMMUNICATION
-from madmax_lib.timeline.timeline import Timeline
-from madmax_lib.traces.waits.step_times import step_s, steps as steps_of
+from madmax_lib.timeline import Timeline
+from madmax_lib.traces import step_s, steps as steps_of
 
 # parts of a step: columns of `estimate`
 _PARTS = {
@@ -239,7 +239,7 @@ def _changes(case):
     model = case.model
     if model.heads:
         for kernel in {"flash", "unfused"} - {case.plan.attention}:
-            yield "attention", f"{kernel} attention", _with_plan(case, attention=kernel)
+            yield "attention", f"{kernel} attention", case.with_plan(attention=kernel)
     if not model.image and case.sequence % 2 == 0:
         half = replace(case, sequence=case.sequence // 2)
         yield "number", "samples are half as long", half
@@ -249,14 +249,10 @@ def _changes(case):
         yield "waiting", cause, replace(case, jitter=0.1)
 
 
-def _with_plan(case, **changes):
-    return replace(case, plan=replace(case.plan, **changes))
-
-
 def _changed_products(case):
     """Changes of what devices compute, and how fast."""
     part = "matrix products"
-    device = case.cluster.device
+    device = case.device
     capped = {dtype: _CAPPED * peak for dtype, peak in device.peak_flops.items()}
     cluster = replace(case.cluster, device=replace(device, peak_flops=capped))
     yield part, "clocks at 70 % (power cap, heat)", replace(case, cluster=cluster)
@@ -268,9 +264,9 @@ def _changed_products(case):
     for recompute in ("none", "selective", "full"):
         if recompute != case.plan.recompute:
             cause = f"recompute is {recompute}"
-            yield part, cause, _with_plan(case, recompute=recompute)
+            yield part, cause, case.with_plan(recompute=recompute)
     if not case.plan.lora_rank:
-        yield part, "weights are frozen (LoRA)", _with_plan(case, lora_rank=16)
+        yield part, "weights are frozen (LoRA)", case.with_plan(lora_rank=16)
 
 
 def _changed_communication(case):
@@ -292,16 +288,16 @@ def _changed_communication(case):
     # overlap_dp is a choice below ZeRO 3
     degrees = {
         "tp": plan.tp,
-        "dp": plan.dp * plan.cp * (plan.zero < 3),
+        "dp": plan.replicas * (plan.zero < 3),
         "ep": plan.ep,
     }
     for dimension, degree in degrees.items():
         for hidden in (False, True) if degree > 1 else ():
             cause = f"{dimension} communication {'hidden' if hidden else 'not hidden'}"
-            yield part, cause, _with_plan(case, **{f"overlap_{dimension}": hidden})
+            yield part, cause, case.with_plan(**{f"overlap_{dimension}": hidden})
     # each gather then stands before its layer
     if plan.zero == 3 and plan.prefetch:
-        yield part, "layers not prefetched (FSDP)", _with_plan(case, prefetch=0)
+        yield part, "layers not prefetched (FSDP)", case.with_plan(prefetch=0)
     if case.model.experts and plan.ep > 1:
         uneven = replace(case, imbalance="measured")
         yield part, "uneven experts, as measured elsewhere", uneven

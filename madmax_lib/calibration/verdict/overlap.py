@@ -15,7 +15,7 @@ import pandas as pd
 from madmax_lib import catalog
 from madmax_lib.plan import Case, Plan
 from madmax_lib.plan.stated import machine_of, model_of, number_of, software_of
-from madmax_lib.simulator.simulate import simulate
+from madmax_lib.simulator import simulate
 from madmax_lib.timeline import breakdown, with_origin
 
 _FAST = 1e6  # times the bandwidth of links beside which compute is alone

@@ -13,7 +13,7 @@ from madmax_lib.calibration.judge.intervals import predict
 from madmax_lib.calibration.machine.machine import Machine
 from madmax_lib.calibration.machine.machine_page import write_page
 from madmax_lib.calibration.published.rows import read_rows, to_table
-from madmax_lib.simulator.rates.parameters import shipped
+from madmax_lib.simulator import shipped
 
 _MOVED = 0.01  # relative change of a constant that the page shows
 

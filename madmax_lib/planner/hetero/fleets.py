@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from madmax_lib import catalog
-from madmax_lib.base.fields import require_int, require_type
+from madmax_lib.base import require_int, require_type
 from madmax_lib.catalog import Cluster, Model
 from madmax_lib.plan import Case, Plan
 from madmax_lib.planner.hetero.model import nodes_of, simulated_prices

@@ -8,8 +8,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from madmax_lib.base.fields import is_number
-from madmax_lib.catalog.data_files import read_object
+from madmax_lib.base import is_number
+from madmax_lib.catalog import read_object
 
 _GB_BYTES = 2.0**30
 _GB_PER_S = 2.0**20 * 1e3  # bytes/s: Metis takes 1 GB/s for 2^20 bytes a millisecond

@@ -25,8 +25,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from madmax_lib.base import is_whole, require_number, require_type
 from madmax_lib.base.atomic import write_text
-from madmax_lib.base.fields import is_whole, require_number, require_type
 from madmax_lib.base.progress import bar
 from madmax_lib.planner.hetero.costs import PlanCost
 from madmax_lib.planner.hetero.fleets import HeteroProblem, fleets, problem_from

@@ -15,8 +15,8 @@ from functools import reduce
 from operator import add
 from pathlib import Path
 
-from madmax_lib.base.fields import is_number
-from madmax_lib.catalog.data_files import read_object
+from madmax_lib.base import is_number
+from madmax_lib.catalog import read_object
 
 _NAME = re.compile(r"DeviceType\.(?P<device>.+)_tp(?P<tp>\d+)_bs(?P<batch>\d+)\.json")
 # An optimizer time that many times another batch's is in another unit: it does not hang

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from madmax_lib.base.fields import require_int
+from madmax_lib.base import require_int
 
 
 @dataclass(frozen=True)

@@ -193,7 +193,7 @@ def _cases(raw, profiles=None):
         software = software_of(row, device)
         case = Case(model, cluster, plan, batch, sequence, dtype, software)
         # habits (recompute, ZeRO, ...) depend on model and machine
-        cases.append(replace(case, plan=replace(plan, **habits_of(row, case))))
+        cases.append(case.with_plan(**habits_of(row, case)))
     return cases
 
 

@@ -10,7 +10,7 @@ import pandas as pd
 from scipy.stats import norm
 
 from madmax_lib import catalog
-from madmax_lib.base.fields import (
+from madmax_lib.base import (
     require_int,
     require_number,
     require_type,
@@ -190,7 +190,7 @@ class _Job:
         """Devices in round numbers of whole nodes (or parts of large ones), from the
         fewest that may be in time.
         """
-        device = self.case.cluster.device
+        device = self.case.device
         node = self.case.cluster.devices_per_node
         steps = [odd << power for power in range(15) for odd in _ROUND]
         parts = {8 * step for step in steps if 8 * step < node}
@@ -335,7 +335,7 @@ def _notes(job, best, costs):
     factor, width = practice()
     either = best["days_high"] / best["days"]
     stacks = ", ".join(stack.name for stack in job.stacks)
-    device = job.case.cluster.device
+    device = job.case.device
     price = price_of(device, costs["usd_per_hour"])
     notes = {}
     if not device.is_measured:

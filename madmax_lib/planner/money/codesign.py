@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib import catalog
-from madmax_lib.base.fields import require_number, require_type
+from madmax_lib.base import require_number, require_type
 from madmax_lib.catalog import Cluster, Model
 from madmax_lib.planner.search import search
 from madmax_lib.planner.space import Space

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib import catalog
-from madmax_lib.base.fields import require_type
+from madmax_lib.base import require_type
 from madmax_lib.catalog import Cluster, Model, Software
 from madmax_lib.plan import Case, Plan
 from madmax_lib.simulator import Parameters, estimate
@@ -33,7 +33,7 @@ def variants(
     The other arguments are those of `estimate` and `fits`. Raises ValueError, as the
     plan does, for one that cannot be laid out.
     """
-    from madmax_lib.simulator.offload.fits import fits  # late: a wing
+    from madmax_lib.simulator import fits  # late: a wing
 
     shape = {
         "global_batch": global_batch,
@@ -106,17 +106,22 @@ def _outcome(case):
     """Bytes that a device, the host of a node and its drives hold, and the step if that
     fits.
     """
-    from madmax_lib.simulator.offload.fits import fits  # late: a wing
+    from madmax_lib.simulator import fits  # late: a wing
     from madmax_lib.simulator.offload.placement import PLACES, Policy
 
-    run = {"global_batch": case.global_batch, "dtype": case.dtype}
-    run["policy"] = Policy(share=1.0 if case.plan.offload else None)
-    placement = fits(case.model, case.cluster, case.plan, **run)
+    policy = Policy(share=1.0 if case.plan.offload else None)
+    placement = fits(
+        case.model,
+        case.cluster,
+        case.plan,
+        global_batch=case.global_batch,
+        dtype=case.dtype,
+        policy=policy,
+    )
     used_gb = _used_gb(placement).reindex(list(PLACES), fill_value=0.0)
     step_s = np.nan
     if placement.fits:
-        table = estimate(case.model, case.cluster, case.plan, **run)
-        step_s = table["step_s"].item()
+        step_s = case.answer(estimate, policy=policy)["step_s"].item()
     return {
         "plan": str(case.plan),
         **used_gb.add_suffix("_gb"),

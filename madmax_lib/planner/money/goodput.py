@@ -23,7 +23,7 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib import catalog
-from madmax_lib.base.fields import require_int, require_number
+from madmax_lib.base import require_int, require_number
 
 
 @lru_cache(maxsize=1)

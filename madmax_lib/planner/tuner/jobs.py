@@ -15,8 +15,8 @@ from string import Template
 
 import numpy as np
 
+from madmax_lib.base import short_repr
 from madmax_lib.base.atomic import write_text
-from madmax_lib.base.fields import short_repr
 from madmax_lib.plan import Case, Plan
 from madmax_lib.traces import read_log
 

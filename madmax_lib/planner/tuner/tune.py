@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import pandas as pd
 
+from madmax_lib.base import require_int, require_type, short_repr
 from madmax_lib.base.executors import first_ended, submitter, workers_of
-from madmax_lib.base.fields import require_int, require_type, short_repr
 from madmax_lib.base.progress import bar
 from madmax_lib.catalog import Cluster, Model, Software
 from madmax_lib.plan import Case, Plan
@@ -24,8 +24,7 @@ from madmax_lib.planner.search import search
 from madmax_lib.planner.space import Space
 from madmax_lib.planner.tuner.jobs import Jobs, WaitingError
 from madmax_lib.planner.tuner.tuner import Tuner
-from madmax_lib.runs import RunSpec
-from madmax_lib.runs.launch import gpu_count, launch as start
+from madmax_lib.runs import RunSpec, gpu_count, launch as start
 from madmax_lib.runs.read import read_json
 from madmax_lib.simulator import Parameters
 

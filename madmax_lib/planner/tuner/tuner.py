@@ -17,12 +17,13 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from madmax_lib.base import is_number, require_int, require_type, short_repr
 from madmax_lib.base.atomic import write_text
-from madmax_lib.base.fields import is_number, require_int, require_type, short_repr
 from madmax_lib.catalog import Cluster, Model, Software
 from madmax_lib.plan import Case, Plans
 from madmax_lib.plan.legal import legal
 from madmax_lib.plan.plan import Plan, plans_of
+from madmax_lib.plan.rules import check_plan
 from madmax_lib.planner.search import search
 from madmax_lib.planner.space import Space
 from madmax_lib.planner.tuner.surrogate import Candidates, beliefs
@@ -245,12 +246,7 @@ class Tuner:
     def _record(self, plan, seconds, why):
         text = str(plan)
         if text not in self._plans:
-            plan.check(
-                self._case.model,
-                self._case.cluster,
-                self._case.global_batch,
-                self._case.sequence,
-            )
+            check_plan(replace(self._case, plan=plan, software=None))
             self._add([plan])
         if reason := self._reasons[self._places[text]]:
             raise ValueError(f"plan {text}: {reason}")
@@ -280,7 +276,10 @@ class Tuner:
         result = search(
             case.model,
             case.cluster,
-            **_step(case),
+            global_batch=case.global_batch,
+            sequence=case.sequence,
+            dtype=case.dtype,
+            software=case.software,
             parameters=self.parameters,
             space=Space.quick(),
             top=_TOP,
@@ -302,27 +301,13 @@ def _listed(plans):
     return list(dict.fromkeys(Plan(**vars(columns[row])) for row in range(len(index))))
 
 
-def _step(case):
-    return {
-        name: getattr(case, name)
-        for name in ("global_batch", "sequence", "dtype", "software")
-    }
-
-
 def _candidates(case, columns, parameters):
     """Candidates as the simulator sees them, and why a plan cannot be laid out, else
     empty.
     """
-    table = estimate(
-        case.model,
-        case.cluster,
-        columns,
-        **_step(case),
-        parameters=parameters,
-        fits=True,
-    )
+    table = case.answer(estimate, plan=columns, parameters=parameters, fits=True)
     shares = table[list(PARTS)].to_numpy() / table[["step_s"]].to_numpy()
-    usable = usable_bytes(case.cluster.device)
+    usable = usable_bytes(case.device)
     log_room = np.log(usable / table["memory_bytes"].to_numpy())
     # memory is not known where states leave the device; whether they can is
     leaving = np.where(table["fits"], _ROOMY, -_ROOMY)

@@ -15,8 +15,8 @@ from importlib.util import find_spec
 import numpy as np
 
 from madmax_lib import catalog
+from madmax_lib.base import parse_fields
 from madmax_lib.base.extras import with_extra
-from madmax_lib.base.fields import parse_fields
 from madmax_lib.catalog.datasets import cache_folder
 
 _CUT = 0.02  # share for validation of a dataset that has one split

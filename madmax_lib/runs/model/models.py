@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from madmax_lib import catalog
-from madmax_lib.base.fields import parse_fields
+from madmax_lib.base import parse_fields
 from madmax_lib.catalog import Transformer
 
 if TYPE_CHECKING:

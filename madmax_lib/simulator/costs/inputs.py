@@ -300,7 +300,7 @@ def _traits(case):
     """
     plan = case.plan
     software = case.software
-    on_host = float(case.cluster.device.family == "cpu")
+    on_host = float(case.device.family == "cpu")
     # a CPU process waits in collectives that it does not issue asynchronously
     blocks = {way: on_host * (way not in software.cpu_async) for way in ("ddp", "fsdp")}
     # below ZeRO-2 and without tp and ep it is DDP that reduces, else FSDP's replicas

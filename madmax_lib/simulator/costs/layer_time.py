@@ -18,7 +18,7 @@ from madmax_lib.simulator.costs.prices import CAUSES, Prices, add
 from madmax_lib.simulator.costs.rows import map_leaves
 from madmax_lib.simulator.layers.ops import Block
 from madmax_lib.simulator.layers.work import any_nonzero
-from madmax_lib.simulator.rates.compute import Number
+from madmax_lib.simulator.rates.compute import Number, Parts
 
 LAYER_PARTS = (*CAUSES, "launch_s", "tp_s", "cp_s", "ep_s")
 _PARTS = {"tp": "tp_s", "etp": "tp_s", "ep": "ep_s", "cp": "cp_s"}  # by group
@@ -28,8 +28,8 @@ _PARTS = {"tp": "tp_s", "etp": "tp_s", "ep": "ep_s", "cp": "cp_s"}  # by group
 class LayerTime:
     """Seconds of a layer and micro-batch."""
 
-    forward: dict[str, Number]  # by part (`LAYER_PARTS`)
-    backward: dict[str, Number]  # with recompute
+    forward: Parts  # by part (`LAYER_PARTS`)
+    backward: Parts  # with recompute
     weight_s: Number  # wgrad, which zero-bubble schedules compute apart
 
     @cached_property

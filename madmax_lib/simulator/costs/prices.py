@@ -18,6 +18,7 @@ from madmax_lib.simulator.layers.ops import Block, Op, phases
 from madmax_lib.simulator.layers.work import any_nonzero
 from madmax_lib.simulator.rates.compute import (
     Number,
+    Parts,
     misalignment,
     misfit,
     optimizer_bytes,
@@ -142,7 +143,7 @@ class Prices(LinkPrices, Overlap):
         cause = "experts" if op.experts else "core" if op.core else ""
         return op.traffic_bytes * self._pointwise[cause]
 
-    def block_s(self, block: Block) -> dict[str, dict[str, Number]]:
+    def block_s(self, block: Block) -> dict[str, Parts]:
         """Seconds of a block by phase (forward, recompute, backward: dgrad, weight:
         wgrad) and cause (of `CAUSES`).
         """
@@ -234,7 +235,7 @@ class Prices(LinkPrices, Overlap):
         """
         p = self.plan
         needs_fsdp = (p.zero >= 2) | (p.tp * p.ep > 1)
-        wrapped = (p.dp * p.cp > 1) & needs_fsdp
+        wrapped = (p.replicas > 1) & needs_fsdp
         several = (p.cp > 1) + 0.0 + (p.ep > 1)
         return _CALLS * (several + wrapped)
 
@@ -299,9 +300,7 @@ class Prices(LinkPrices, Overlap):
         return np.minimum(slow / (1 + slow) * comm_s, slow * compute_s)
 
 
-def add(
-    seconds: dict[str, Number], more: dict[str, Number], share: Number = 1.0
-) -> None:
+def add(seconds: Parts, more: Parts, share: Number = 1.0) -> None:
     """Add seconds by cause, or a share of them."""
     for cause, part in more.items():
         seconds[cause] = seconds.get(cause, 0.0) + share * part

@@ -12,7 +12,7 @@ from madmax_lib.simulator.costs.layer_time import layer_time, with_spare_compute
 from madmax_lib.simulator.costs.prices import CAUSES
 from madmax_lib.simulator.costs.traffic import Gathers, gathers_of, parameter_count
 from madmax_lib.simulator.events.engine import Stream
-from madmax_lib.simulator.events.passes import BEFORE, MESSAGE, MicroBatch, Pass
+from madmax_lib.simulator.events.passes import BEFORE, MESSAGE, MicroBatch, Ops, Pass
 from madmax_lib.simulator.events.sharding import Sharding
 from madmax_lib.simulator.layers.ops import Block, mirror
 
@@ -46,7 +46,7 @@ class PassBuilder:
         }
         return Pass(self.comm_s, partial(dict.get, factors))
 
-    def forward(self, pass_: Pass, blocks: list[Block], first: bool) -> list[int]:
+    def forward(self, pass_: Pass, blocks: list[Block], first: bool) -> Ops:
         """Blocks in order. Returns what the message to the next stage waits for.
 
         first: the first pass of a step, under which ZeRO-1/2 gather.
@@ -70,12 +70,12 @@ class PassBuilder:
                     previous = done
         return previous
 
-    def backward(self, pass_: Pass, blocks: list[Block], last: bool) -> list[int]:
+    def backward(self, pass_: Pass, blocks: list[Block], last: bool) -> Ops:
         """Unit by unit in reverse: recompute, then gradients. Returns what the message
         to the next stage waits for.
         """
         gathered = self._gathers(pass_, blocks[::-1], "backward", False)
-        reduce = self.sharding.reducer(pass_, last)
+        reduce = self.sharding.reducer(pass_, blocks, last)
         table = next((block for block in blocks if block.table), None)
         previous = self._switch(pass_, blocks[-1:], gathered)
         exchanged = []
@@ -99,12 +99,7 @@ class PassBuilder:
                     after = [*previous, *gathered(block, previous)]
                 previous = self._layer_block(unit, pass_, block, "backward", after)
                 if pass_.with_weights:
-                    reduce(
-                        block,
-                        pass_.last,
-                        end=block is blocks[0],
-                        unit_end=block is unit[0],
-                    )
+                    reduce(block, unit)
         return previous
 
     def _switch(self, pass_, first, gathered):
@@ -120,14 +115,12 @@ class PassBuilder:
 
     def weights(self, pass_: Pass, blocks: list[Block], last: bool) -> None:
         """Wgrad alone, which zero-bubble schedules compute later."""
-        reduce = self.sharding.reducer(pass_, last)
+        reduce = self.sharding.reducer(pass_, blocks, last)
         for unit in units_of(blocks)[::-1]:
             for block in unit[::-1]:
                 seconds = self._block_s(block)["weight"]
                 pass_.compute(f"{block.name} weight", seconds, [BEFORE], block.unit)
-                reduce(
-                    block, pass_.last, end=block is blocks[0], unit_end=block is unit[0]
-                )
+                reduce(block, unit)
 
     def _layer_block(
         self,

@@ -16,12 +16,13 @@ from madmax_lib.plan import Plan
 from madmax_lib.simulator.costs.prices import Prices
 from madmax_lib.simulator.costs.schedules import Slot
 from madmax_lib.simulator.events.engine import Program, Stream
-from madmax_lib.simulator.layers.ops import Block, Comm
+from madmax_lib.simulator.layers.ops import Block, Comms
 
 # What an op waits for outside of its pass: the message of another stage, the last
 # compute of the pass before
 MESSAGE = -1
 BEFORE = -2
+Ops = list[int]  # of a pass, by number
 
 
 @dataclass(frozen=True)
@@ -60,10 +61,10 @@ class Pass:
         self.computed = -1
         self.sends = -1
         self.message: Message | None = None
-        self.ends: list[int] = []
-        self.gathers: list[list[int]] = []
-        self.restores: list[list[int]] = []
-        self.launches: list[int] = []
+        self.ends: Ops = []
+        self.gathers: list[Ops] = []
+        self.restores: list[Ops] = []
+        self.launches: Ops = []
         self.with_weights = False
 
     def op(
@@ -97,7 +98,7 @@ class Pass:
         )
         return self.last
 
-    def after_compute(self) -> list[int]:
+    def after_compute(self) -> Ops:
         """The last compute op, that of the pass before where there is none yet."""
         return [self.last if self.last >= 0 else BEFORE]
 
@@ -107,9 +108,9 @@ class Pass:
         group: str,
         what: str,
         size_bytes: float,
-        after: list[int],
+        after: Ops,
         calls: float = 1.0,
-    ) -> list[int]:
+    ) -> Ops:
         """Issue a collective; what the next op waits for. Nothing is issued where
         nothing moves.
         """
@@ -128,7 +129,7 @@ class Pass:
             )
         ]
 
-    def comms(self, comms: tuple[Comm, ...], what: str, after: list[int]) -> list[int]:
+    def comms(self, comms: Comms, what: str, after: Ops) -> Ops:
         """Collectives one after another."""
         for comm in comms:
             after = self.comm(comm.kind, comm.group, what, comm.size_bytes, after)

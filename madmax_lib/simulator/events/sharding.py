@@ -20,7 +20,7 @@ from madmax_lib.simulator.costs.traffic import (
     tied_s,
 )
 from madmax_lib.simulator.events.engine import Program, Stream
-from madmax_lib.simulator.events.passes import Pass
+from madmax_lib.simulator.events.passes import Ops, Pass
 from madmax_lib.simulator.layers.ops import Block
 
 
@@ -52,9 +52,7 @@ class Sharding:
             return None
         return 0 if self.prices.traits.on_host else units
 
-    def gather(
-        self, pass_: Pass, blocks: list[Block], phase: str, after: list[int]
-    ) -> list[int]:
+    def gather(self, pass_: Pass, blocks: list[Block], phase: str, after: Ops) -> Ops:
         """Issue the all-gather of the parameters of a unit, or without a phase of all, a
         call for each unit, after the update; what its compute waits for.
         """
@@ -76,9 +74,9 @@ class Sharding:
                     )
         return done
 
-    def reducer(self, pass_: Pass, last: bool) -> Callable:
-        """Function that takes the blocks of a backward pass in order and issues what
-        reduces their gradients.
+    def reducer(self, pass_: Pass, blocks: list[Block], last: bool) -> Callable:
+        """Function that takes each of the blocks of a backward pass, the last first, with
+        its unit, and issues what reduces its gradients.
 
         Buckets close when a unit ends that fills them, at the end of the pass, and
         under most ZeRO-3 with every unit. The optimizer waits for those of the last
@@ -93,16 +91,18 @@ class Sharding:
         # what is not hidden is reduced at the end, unless ZeRO-3 has to free memory
         closes_early = self.plan.zero == 3 or bool(prices.traits.hides_dp)
 
-        def reduce(block, op, *, end, unit_end):
+        def reduce(block, unit):
             if not active:
                 return
+            op = pass_.last
             if not block.table:
                 buckets[block.expert].append(block)
             for experts, bucket in buckets.items():
                 parameters = sum(one.parameters for one in bucket)
                 size_bytes = parameters * self.gradient_width
-                is_full = unit_end and closes_early and size_bytes >= full_bytes
-                if not size_bytes or not (is_full or end):
+                is_full = closes_early and size_bytes >= full_bytes
+                closes = block is blocks[0] or (block is unit[0] and is_full)
+                if not (size_bytes and closes):
                     continue
                 what = f"gradients {bucket[-1].unit}"
                 done = self._reduce(pass_, experts, what, parameters, op, last)
@@ -164,7 +164,7 @@ class Sharding:
             seconds += float(within * one.within_s + last * one.across_s)
         return seconds
 
-    def sum_tied(self, program: Program, ends: list[list[int]]) -> None:
+    def sum_tied(self, program: Program, ends: list[Ops]) -> None:
         """Issue the sum of the gradients of a tied table, for which the optimizers of
         the first and last stage wait beside their `ends`.
         """
@@ -181,15 +181,15 @@ class Sharding:
 
     # what offload adds (`offload.staging`): nothing here
 
-    def keep(self, pass_: Pass, block: Block, ready: list[int]) -> None:
+    def keep(self, pass_: Pass, block: Block, ready: Ops) -> None:
         """Do with a layer's checkpoint what is due once its input is there: it stays."""
 
-    def restore(self, pass_: Pass, block: Block) -> list[int]:
+    def restore(self, pass_: Pass, block: Block) -> Ops:
         """Ops that the recomputation of a layer waits for beside its input: none."""
         return []
 
     def update(
-        self, program: Program, stage: int, owned: float, tiles: int, after: list[int]
-    ) -> list[int]:
+        self, program: Program, stage: int, owned: float, tiles: int, after: Ops
+    ) -> Ops:
         """Ops that update beside the device: none."""
         return []

@@ -9,17 +9,16 @@ arrays: all formulas broadcast over NumPy.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
 
-from madmax_lib.catalog import data_file
+from madmax_lib.catalog import data_file, read_object
 
 # of an element
-BYTES = json.loads(data_file("dtype_bytes.json").read_text())
+BYTES = read_object(data_file("dtype_bytes.json"))
 # five products instead of two: the scores are computed again [arXiv 2205.14135,
 # appendix B]
 _FLASH_BACKWARD = 2.5
@@ -99,6 +98,9 @@ class Comm:
     size_bytes: float
 
 
+Comms = tuple[Comm, ...]
+
+
 @dataclass(frozen=True)
 class Block:
     """Work between two collectives: an embedding, a part of a layer, a head.
@@ -115,10 +117,10 @@ class Block:
     unit: str = ""
     cost_key: tuple = ()  # of blocks that cost the same; empty: no other block does
     # collectives of the forward pass, whose mirror images the backward pass runs
-    before: tuple[Comm, ...] = ()
-    after: tuple[Comm, ...] = ()
+    before: Comms = ()
+    after: Comms = ()
     # those of the backward pass, if no mirror images
-    reverse: tuple[tuple[Comm, ...], tuple[Comm, ...]] | None = None
+    reverse: tuple[Comms, Comms] | None = None
     # keys and values that cp devices pass on while the block is computed in cp steps
     ring_bytes: float = 0.0
     # its parameters are laid over the experts' data-parallel group
@@ -133,7 +135,7 @@ class Block:
         object.__setattr__(self, "unit", self.unit or self.name)
 
     @property
-    def back(self) -> tuple[tuple[Comm, ...], tuple[Comm, ...]]:
+    def back(self) -> tuple[Comms, Comms]:
         """Collectives before and after the backward pass."""
         return self.reverse or (mirror(self.after), mirror(self.before))
 
@@ -202,7 +204,7 @@ def backward(op: Op) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
     return (replace(op, flops=flops, read_bytes=read, written_bytes=op.read_bytes),), ()
 
 
-def mirror(comms: tuple[Comm, ...]) -> tuple[Comm, ...]:
+def mirror(comms: Comms) -> Comms:
     """The collectives of the backward pass in place of those of the forward pass, in
     their order.
 

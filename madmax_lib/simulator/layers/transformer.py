@@ -21,7 +21,7 @@ from madmax_lib.simulator.layers.modules import with_repeats
 from madmax_lib.simulator.layers.moe import dlrm_blocks, mixture_blocks
 from madmax_lib.simulator.layers.ops import (
     Block,
-    Comm,
+    Comms,
     Op,
     attention,
     gemm,
@@ -347,8 +347,8 @@ def _core(work, windowed, causal):
 class _Exchanges(NamedTuple):
     """Communication of context parallelism."""
 
-    to_heads: tuple[Comm, ...]  # before the core: Ulysses [arXiv 2309.14509]
-    to_tokens: tuple[Comm, ...]  # after it
+    to_heads: Comms  # before the core: Ulysses [arXiv 2309.14509]
+    to_tokens: Comms  # after it
     ring_bytes: Number  # passed on per step of a ring [arXiv 2310.01889]
 
 

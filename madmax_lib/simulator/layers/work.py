@@ -20,6 +20,7 @@ from madmax_lib.plan import Case, Plans
 from madmax_lib.simulator.layers.ops import (
     Block,
     Comm,
+    Comms,
     Op,
     Precision,
     linear,
@@ -59,7 +60,7 @@ class Shape(LayerFormulas):
     expert_ffn: Number
     expert_latent: Number  # channels that routed experts work in, 0 for all
     router_bias: Number
-    dense_layers: Number  # first ones that are no mixtures
+    dense_layers: Number  # first ones of a mixture that have no experts
     mixture_share: Number  # of the layers: those that are mixtures
     shared_values: Number
     reused_keys: Number
@@ -102,6 +103,7 @@ class Shape(LayerFormulas):
             "table_parameters": model.vocab * model.hidden,
             "model": model if model.blocks else None,
             "tower": model.tower,
+            "dense_layers": model.dense_layers * (model.experts > 0),
         }
         names = {field.name for field in fields(cls)} - derived.keys()
         return cls(**derived, **{name: getattr(model, name) for name in names})
@@ -218,19 +220,19 @@ class Work:
         return self.moved_bytes * split, self.moved_bytes * (1 - split)
 
     @cached_property
-    def enter(self) -> tuple[Comm, ...]:
+    def enter(self) -> Comms:
         """Collectives at the start of a tensor-parallel block [arXiv 2205.05198]."""
         parts, copies = self._moved_by_kind
         return nonzero(("all_gather", "tp", parts), ("copy", "tp", copies))
 
     @cached_property
-    def leave(self) -> tuple[Comm, ...]:
+    def leave(self) -> Comms:
         """Collectives at its end."""
         parts, copies = self._moved_by_kind
         return nonzero(("reduce_scatter", "tp", parts), ("all_reduce", "tp", copies))
 
     @property
-    def ends(self) -> dict[str, tuple[Comm, ...]]:
+    def ends(self) -> dict[str, Comms]:
         """Both, as fields of a block."""
         return {"before": self.enter, "after": self.leave}
 
@@ -293,6 +295,6 @@ def any_nonzero(amount: Number) -> bool:
     return bool(amount.any() if isinstance(amount, np.ndarray) else amount)
 
 
-def nonzero(*comms: tuple[str, str, Number]) -> tuple[Comm, ...]:
+def nonzero(*comms: tuple[str, str, Number]) -> Comms:
     """Collectives that move anything."""
     return tuple(Comm(*comm) for comm in comms if any_nonzero(comm[2]))

@@ -17,12 +17,12 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib import catalog
-from madmax_lib.base.fields import is_number, require_type, short_repr
+from madmax_lib.base import is_number, require_type, short_repr
 from madmax_lib.catalog import DLRM, Cluster, Device, Model, Software, Transformer
 from madmax_lib.catalog.blocks import Blocks
 from madmax_lib.plan import Case, Plan
 from madmax_lib.plan.columns import take_product
-from madmax_lib.plan.rules import RECOMMENDATION, enforce, rules_of
+from madmax_lib.plan.rules import RECOMMENDATION, check_plan, enforce
 from madmax_lib.simulator.layers.cuts import cuts_of, kinds_of_chunks, plan_of_cut
 from madmax_lib.simulator.memory.activations import (
     dropout_bytes,
@@ -110,11 +110,16 @@ def memory(
         imbalance,
         optimizer=optimizer,
     )
+    return memory_of(case, trainable)
+
+
+def memory_of(case: Case, trainable: float = 1.0) -> pd.DataFrame:
+    """`memory` of a step, whose cluster and batch may be None."""
     plan = case.plan
-    enforce(rules_of(case), plan, case)
+    check_plan(case)
     if plan.offload is not None:
         normalised(case)
-    if plan.schedule == "gpipe" and global_batch is None:
+    if plan.schedule == "gpipe" and case.global_batch is None:
         raise ValueError(
             "schedule='gpipe' keeps every micro-batch, global_batch is needed"
         )
@@ -400,7 +405,7 @@ def _process(case):
     p = case.plan
     if device and not np.isnan(device.process_bytes):
         return device.process_bytes, 0.0
-    groups = sum(1 * (degree > 1) for degree in (p.tp, p.dp * p.cp, p.pp, p.ep))
+    groups = sum(1 * (degree > 1) for degree in (p.tp, p.replicas, p.pp, p.ep))
     return _CUDA_BYTES + _COMMUNICATOR_BYTES * groups, FRAGMENTATION
 
 

@@ -18,7 +18,7 @@ def stacks_of(case: Case) -> tuple[Software, ...]:
     """Software that may train: the one named, else JAX on TPUs, else the `STACKS`."""
     if case.software.name != "none":
         return (case.software,)
-    on_tpu = case.cluster.device.name.startswith("tpu")
+    on_tpu = case.device.name.startswith("tpu")
     return tuple(map(catalog.software, ("jax",) if on_tpu else STACKS))
 
 
@@ -38,7 +38,7 @@ def holders(case: Case) -> list[str]:
     """Names of the known stacks that launch the Plan of a case and hold it in the memory
     of a device.
     """
-    room = usable_bytes(case.cluster.device)
+    room = usable_bytes(case.device)
     stacks = stacks_of(case)
     names = []
     for stack, broken in zip(stacks, unlaunchable(case, stacks), strict=True):

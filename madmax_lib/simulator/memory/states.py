@@ -13,7 +13,7 @@ from madmax_lib import catalog
 from madmax_lib.catalog import DLRM, Software, Transformer
 from madmax_lib.plan import Case
 from madmax_lib.plan.columns import Plans, expert_sharing, owned
-from madmax_lib.simulator.layers.ops import BYTES
+from madmax_lib.simulator.layers.ops import precision
 
 USUAL_SOFTWARE = ("megatron-core", "automodel", "megatron-deepspeed")
 # numbers of the optimizer's state per parameter
@@ -53,16 +53,14 @@ def normalised(case: Case) -> Case:
         raise ValueError(f"{offload} is of Adam, not optimizer={case.optimizer!r}")
     if plan.offload == "optimizer" or plan.zero == 3:
         return case
-    if plan.offload != "chunks" and plan.dp * plan.cp > 1:
+    if plan.offload != "chunks" and plan.replicas > 1:
         raise ValueError(f"{offload} needs zero=3, but zero={plan.zero}")
-    return replace(case, plan=replace(plan, zero=3))
+    return case.with_plan(zero=3)
 
 
 def width_of(dtype: str) -> float:
     """Bytes of an activation: fp8 and fp4 products stand between 16-bit tensors."""
-    if dtype not in list(BYTES):
-        raise ValueError(f"dtype={dtype!r} is not one of {', '.join(BYTES)}")
-    return max(BYTES[dtype], 2)
+    return precision(dtype).storage_bytes
 
 
 @cache
@@ -185,7 +183,7 @@ def state_bytes(
         * np.where(p.zero >= software.weights_sharded_from, shard, parameters),
         "gradients": gradients * np.where(p.zero >= 2, shard, parameters),
         "optimizer": (moments + software.copy_bytes) * updated,
-        "buckets": np.where(bucketed & (p.dp * p.cp > 1), trainable * buckets, 0.0),
+        "buckets": np.where(bucketed & (p.replicas > 1), trainable * buckets, 0.0),
         "gathered weights": _gathered(p, software, count, shard, gradients, trainable),
         "optimizer temporaries": software.temporary_bytes * updated * (moments > 0),
     }

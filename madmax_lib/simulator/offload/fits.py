@@ -15,11 +15,10 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib import catalog
-from madmax_lib.base import format_bytes
-from madmax_lib.base.fields import same_fields, short_repr
+from madmax_lib.base import format_bytes, same_fields, short_repr
 from madmax_lib.catalog import Cluster, Model, Software, Transformer
 from madmax_lib.plan import Case, Plan
-from madmax_lib.plan.rules import enforce, rules_of
+from madmax_lib.plan.rules import check_plan
 from madmax_lib.simulator.memory.memory import (
     bytes_by_component,
     memory,
@@ -147,7 +146,7 @@ def fits(
     model = case.model
     cluster = case.cluster
     plan = case.plan
-    enforce(rules_of(case), plan, case)
+    check_plan(case)
     policy = policy_of(policy, case)
     share = float("nan")
     room = room_bytes(cluster, plan)

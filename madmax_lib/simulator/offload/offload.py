@@ -14,7 +14,7 @@ import numpy as np
 
 from madmax_lib.plan import Case
 from madmax_lib.plan.columns import owned
-from madmax_lib.plan.rules import enforce, rules_of
+from madmax_lib.plan.rules import check_plan
 from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.memory.memory import held_layers
 from madmax_lib.simulator.memory.states import normalised, stage_parameters
@@ -282,7 +282,7 @@ def offload_row(
 
     seconds_of: seconds of a case by column, as if everything fitted.
     """
-    enforce(rules_of(case), case.plan, case)
+    check_plan(case)
     case = normalised(case)
     row = seconds_of(case)
     factor = row["high_s"] / row["step_s"]

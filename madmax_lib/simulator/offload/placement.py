@@ -22,20 +22,19 @@ is bound by memory traffic: weights, two moments and gradient read; the first th
 a 16-bit copy written.
 """
 
-import json
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 import numpy as np
 import pandas as pd
 
-from madmax_lib.base.fields import (
+from madmax_lib.base import (
     is_number,
     require_number,
     require_type,
     short_repr,
 )
-from madmax_lib.catalog import Cluster, Host, data_file
+from madmax_lib.catalog import Cluster, Host, data_file, read_object
 from madmax_lib.plan import Case, Plan
 from madmax_lib.simulator.memory.memory import (
     FRAGMENTATION,
@@ -89,7 +88,7 @@ class Method:
 # [estimate_zero3_model_states_mem_needs_all_cold].
 # chunks: gradients take the place of weights [arXiv 2108.05818]. nvme: 20 [arXiv
 # 2104.07857, section 3]
-_METHODS = json.loads(data_file("offload_methods.json").read_text())
+_METHODS = read_object(data_file("offload_methods.json"))
 METHODS = {name: Method(**fields) for name, fields in _METHODS.items()}
 
 
@@ -163,7 +162,7 @@ def streams_gradients(plan: Plan) -> bool:
     """Whether gradients leave with every micro-batch; else they are summed on the
     device until the last one.
     """
-    return plan.zero == 3 or plan.dp * plan.cp == 1 or (plan.zero == 2 and plan.pp == 1)
+    return plan.zero == 3 or plan.replicas == 1 or (plan.zero == 2 and plan.pp == 1)
 
 
 def bytes_by_place(

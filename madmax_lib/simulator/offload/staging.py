@@ -14,7 +14,7 @@ from madmax_lib.plan import Case
 from madmax_lib.simulator.costs.prices import Prices
 from madmax_lib.simulator.costs.traffic import shard_group
 from madmax_lib.simulator.events.engine import Program, Stream
-from madmax_lib.simulator.events.passes import BEFORE, Pass
+from madmax_lib.simulator.events.passes import BEFORE, Ops, Pass
 from madmax_lib.simulator.events.sharding import Sharding
 from madmax_lib.simulator.layers.ops import Block
 from madmax_lib.simulator.memory.states import normalised
@@ -54,9 +54,7 @@ class Staging(Sharding):
         self.every_batch = streams_gradients(prices.plan)
         self.device_share = 1 - float(offloaded.split.states)
 
-    def gather(
-        self, pass_: Pass, blocks: list[Block], phase: str, after: list[int]
-    ) -> list[int]:
+    def gather(self, pass_: Pass, blocks: list[Block], phase: str, after: Ops) -> Ops:
         """Issue copies of a unit's weights from where they lie, then their gather."""
         if not self.offloaded.split.weights:
             return super().gather(pass_, blocks, phase, after)
@@ -73,14 +71,14 @@ class Staging(Sharding):
         copy = self._copy(pass_, Stream.DOWN, what, size_bytes, one_ahead)
         return super().gather(pass_, blocks, phase, [*after, copy]) or [copy]
 
-    def keep(self, pass_: Pass, block: Block, ready: list[int]) -> None:
+    def keep(self, pass_: Pass, block: Block, ready: Ops) -> None:
         """Checkpoint of a layer to the host, once its input is there."""
         if self.offloaded.checkpoint_bytes:
             what = f"checkpoint {block.unit}"
             size_bytes = self.offloaded.checkpoint_bytes
             self._copy(pass_, Stream.UP, what, size_bytes, ready)
 
-    def restore(self, pass_: Pass, block: Block) -> list[int]:
+    def restore(self, pass_: Pass, block: Block) -> Ops:
         """Checkpoint of a layer back to the device, a layer ahead."""
         if not self.offloaded.checkpoint_bytes:
             return []
@@ -92,8 +90,8 @@ class Staging(Sharding):
         ]
 
     def update(
-        self, program: Program, stage: int, owned: float, tiles: int, after: list[int]
-    ) -> list[int]:
+        self, program: Program, stage: int, owned: float, tiles: int, after: Ops
+    ) -> Ops:
         """The host's share of the optimizer; what follows it waits for the result."""
         o = self.offloaded
         count = o.split.states * owned / tiles

@@ -7,6 +7,7 @@ All functions broadcast over NumPy arrays.
 import numpy as np
 
 Number = float | np.ndarray
+Parts = dict[str, Number]  # seconds by part of a step
 
 # fp32 parameter, two moments and gradient read; the first three and a 16-bit copy
 # written

@@ -19,8 +19,8 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib import catalog
+from madmax_lib.base import is_number, require_type, short_repr
 from madmax_lib.base.atomic import replacing
-from madmax_lib.base.fields import is_number, require_type, short_repr
 from madmax_lib.catalog import Software
 from madmax_lib.catalog.measured_collectives import MeasuredCollectives
 

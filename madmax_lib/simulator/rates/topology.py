@@ -62,7 +62,7 @@ class Groups:
     def _shapes(self):
         """Ranks and stride by name."""
         p = self.plan
-        replicas = p.dp * p.cp
+        replicas = p.replicas
         shard = p.sharing
         in_node = np.gcd(replicas, np.maximum(self.node // p.tp, 1))
         etp = p.tp // p.expert_spread

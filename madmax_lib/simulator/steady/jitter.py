@@ -17,9 +17,8 @@ import numpy as np
 from scipy.special import digamma
 
 from madmax_lib.simulator.costs.inputs import Steps
-from madmax_lib.simulator.rates.compute import Number
+from madmax_lib.simulator.rates.compute import Number, Parts
 
-Parts = dict[str, Number]  # seconds by part of a step
 _WAITING = ("tp_s", "cp_s", "ep_s", "fsdp_s", "dp_s", "bubble_s")
 # of a micro-batch in the bottleneck stage
 _OF_STAGE = ("gemm_s", "attention_s", "pointwise_s", "head_s", *_WAITING[:4])

@@ -107,8 +107,7 @@ def stages_of(steps: Steps, costs: LayerCosts) -> Stages:
     switches_s = 2 * plan.interleave * costs.prices.switch_s
     each_s = exposed.each_s + switches_s
     # the first layers of a mixture may be dense, which takes them more or less time
-    is_mixture = shape.experts > 0
-    dense = np.minimum(np.where(is_mixture, shape.dense_layers, 0), first)
+    dense = np.minimum(shape.dense_layers, first)
     forward_less_s = 0.0
     backward_less_s = 0.0
     if np.any(dense):
@@ -333,7 +332,7 @@ def _sharded_buckets_s(steps, costs):
         for many in (together, layers - full_buckets * together)
     )
     # of the mean layer: dense ones of a mixture exchange no tokens
-    dense = np.where(steps.shape.experts > 0, steps.shape.dense_layers, 0) / layers
+    dense = steps.shape.dense_layers / layers
     mean_s = (1 - dense) * costs.layer.passes_s[1] + dense * costs.dense.passes_s[1]
     compute_s = mean_s + prices.contention_s(mean_s, gather_s)
     # what gathers gain on compute from bucket to bucket, at most `prefetch` layers

@@ -17,9 +17,9 @@ from madmax_lib.simulator.costs.inputs import Steps
 from madmax_lib.simulator.costs.layer_time import LAYER_PARTS
 from madmax_lib.simulator.costs.prices import Prices
 from madmax_lib.simulator.costs.traffic import ParameterCount, tied_s
-from madmax_lib.simulator.rates.compute import Number
+from madmax_lib.simulator.rates.compute import Number, Parts
 from madmax_lib.simulator.rates.parameters import Parameters
-from madmax_lib.simulator.steady.jitter import Parts, longest_delay, with_waits
+from madmax_lib.simulator.steady.jitter import longest_delay, with_waits
 from madmax_lib.simulator.steady.layer_costs import layer_costs
 from madmax_lib.simulator.steady.pipeline import bubble_s, messages_s, short_batch_s
 from madmax_lib.simulator.steady.reductions import PassesOfStage, exposed_gradients
@@ -259,8 +259,7 @@ def _core_sharing_factor(steps, costs, passes_s):
     shape = steps.shape
     if np.all(solo == 1.0) or np.all(pp == 1):
         return 1.0
-    is_mixture = shape.experts > 0
-    dense_layers = np.where(is_mixture, shape.dense_layers, 0)
+    dense_layers = shape.dense_layers
     other_layers = shape.layers - dense_layers
     layers_s = other_layers * sum(costs.layer.passes_s)
     layers_s = layers_s + dense_layers * sum(costs.dense.passes_s)

@@ -58,8 +58,7 @@ def with_walked_bubbles(
         [plan.schedule == name for name in _SCHEDULES], range(len(_SCHEDULES))
     )
     shape = steps.shape
-    dense = (shape.experts > 0) * shape.dense_layers
-    cuts, index = cuts_of(plan, schedule, count, shape.layers, dense)
+    cuts, index = cuts_of(plan, schedule, count, shape.layers, shape.dense_layers)
     walked, bubble, *columns = np.broadcast_arrays(
         walked, bubble, index, *seconds, steps.micro_batches
     )
