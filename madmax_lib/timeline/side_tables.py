@@ -38,7 +38,7 @@ class SideTables(Mapping):
 
     def __init__(self, make: Callable[[], dict[str, pd.DataFrame]] = dict):
         self._make = make
-        self._tables: dict[str, pd.DataFrame] | None = None
+        self._tables = None
 
     def __getitem__(self, name: str) -> pd.DataFrame:
         if name not in SIDE_TABLES:

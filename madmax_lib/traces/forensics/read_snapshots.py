@@ -167,7 +167,7 @@ class _File:
     def __init__(self, stacks):
         self._stacks = stacks
         # by the identity of a list of events that is being read: the list, its columns
-        self._open: dict[int, tuple[list, dict[str, bytearray]]] = {}
+        self._open = {}
         self._searched = 0  # objects in the memo when it was last looked through
         stacks.forget()
 
