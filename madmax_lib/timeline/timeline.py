@@ -54,8 +54,8 @@ class Meta:
     represents: dict[int, list[int]] = field(default_factory=dict)
     device: str = ""  # name as the trace or the catalog writes it; empty: unknown
     clock: str = "relative"  # or "unix" (ns since 1970)
-    # files with sha256, reader rules, warnings: JSON; `traces.read.readers.Provenance`
-    # lists the keys that readers set
+    # files with sha256, reader rules, warnings: JSON; `traces.read.readers` lists
+    # the keys that readers set
     provenance: dict = field(default_factory=dict)
 
     def __post_init__(self):
