@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib.timeline import Timeline
-from madmax_lib.traces.tables import covered, reach
+from madmax_lib.traces.tables import covered, reach, stacked
 
 # kernels beside which samples are told apart; of two at once the first counts
 _KINDS = (
@@ -43,13 +43,8 @@ def counters(timeline: Timeline) -> pd.DataFrame:
     parts = []
     for (rank, step), of_step in kernels.groupby(["rank", "step"]):
         table = _of_step(samples[samples["rank"] == rank], of_step)
-        if len(table):
-            table["rank"] = rank
-            table["step"] = step
-            parts.append(table.reindex(columns=_COLUMNS))
-    if not parts:
-        return pd.DataFrame(columns=_COLUMNS)
-    return pd.concat(parts, ignore_index=True)
+        parts.append(table.assign(rank=rank, step=step))
+    return stacked(parts or [pd.DataFrame()]).reindex(columns=_COLUMNS)
 
 
 def _of_step(samples, kernels):
