@@ -106,7 +106,7 @@ def modules(timeline: Timeline) -> pd.DataFrame:
     names = spans["name"].iloc[nest.rows].astype(object)
     names = names.str.replace(_MODULE, "", regex=True).to_numpy()
     # Time of a module inside of itself (a recursive call) is counted by the outer one.
-    once = ~nest.within(np.ones(len(names), dtype=bool), names)
+    once = ~nest.within(True, names)
     table = pd.DataFrame(
         {
             "rank": spans["rank"].to_numpy()[nest.rows],
@@ -202,7 +202,7 @@ def operator_calls(timeline: Timeline) -> tuple[pd.DataFrame, pd.DataFrame]:
     )
     labels = {"again": calls["name"], "shape_again": calls["name"] + calls["shapes"]}
     for column, label in labels.items():
-        calls[column] = nest.within(np.ones(len(calls), dtype=bool), label.to_numpy())
+        calls[column] = nest.within(True, label.to_numpy())
     is_tf32 = spans["name"].str.contains(_TF32).to_numpy()[work["row"]]
     tf32 = nest.inclusive(nest.sums(call, is_tf32)) > 0
     costs = operator_costs(table.assign(name=calls["name"]))

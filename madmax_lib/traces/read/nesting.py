@@ -74,9 +74,11 @@ class Nest:
         until_stop = running[self._stop]
         return until_stop - running[:-1]
 
-    def within(self, outer: np.ndarray, names: np.ndarray | None = None) -> np.ndarray:
-        """Mask (n,) of the spans inside of an outer one (mask), of their own name if
-        names are given.
+    def within(
+        self, outer: np.ndarray | bool, names: np.ndarray | None = None
+    ) -> np.ndarray:
+        """Mask (n,) of the spans inside of an outer one (a mask, or True for any), of
+        their own name if names are given.
         """
         keys = [self.thread] if names is None else [self.thread, names]
         # a span is inside if an outer one of the same keys that begins earlier ends
