@@ -109,7 +109,7 @@ class _Step:
         self.gradient_s = [float(part) for part in gradient_s(shape, nccl, rules)]
         self.message_bytes = float(shape.activation_bytes)
         self.result = Program()
-        self._last: dict[int, int] = {}  # by stage
+        self._last = {}  # by stage
 
     def program(self):
         """All passes in an order in which nothing waits for something later, then
@@ -159,8 +159,13 @@ class _Step:
         last = self.shape.pp - 1 if direction == "forward" else 0
         if stage != last:
             # P, a blocking send: it delays the sender's own next op too
-            size = {"size_bytes": self.message_bytes}
-            self._op(stage, Stream.PIPELINE, f"send {what}", self.send_s, **size)
+            self._op(
+                stage,
+                Stream.PIPELINE,
+                f"send {what}",
+                self.send_s,
+                size_bytes=self.message_bytes,
+            )
 
     def _recompute(self, stage, number, after):
         """The forward pass repeated; returns what the backward pass still has to wait
@@ -181,9 +186,13 @@ class _Step:
         """Two all-reduces per layer over the tensor-parallel group."""
         if self.shape.tp > 1:
             count = 2 * self.layers
-            size = {"size_bytes": count * self.message_bytes}
-            duration_s = count * self.tensor_s
-            self._op(stage, Stream.TENSOR, f"all_reduce {what}", duration_s, **size)
+            self._op(
+                stage,
+                Stream.TENSOR,
+                f"all_reduce {what}",
+                count * self.tensor_s,
+                size_bytes=count * self.message_bytes,
+            )
 
     def _compute_s(self, stage, direction):
         operators = self.operators
@@ -207,10 +216,14 @@ class _Step:
             duration_s = last_s if last else middle_s
             if first:  # a single stage is both and counts as the first
                 duration_s = first_s
-            size_bytes = float(self.shape.gradient_bytes(first=first, last=last))
-            name = "all_reduce gradient"
-            size = {"size_bytes": size_bytes}
-            self._op(stage, Stream.DATA, name, duration_s, barrier, **size)
+            self._op(
+                stage,
+                Stream.DATA,
+                "all_reduce gradient",
+                duration_s,
+                barrier,
+                size_bytes=float(self.shape.gradient_bytes(first=first, last=last)),
+            )
         barrier = tuple(self._last.values())
         for stage in range(pp):
             # n w, and w0 on the first stage; the output matrix has no update
