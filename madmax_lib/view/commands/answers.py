@@ -82,9 +82,18 @@ class Answer:
         return 3 if self.passed is None else int(not self.passed)
 
 
+_DATA = Path(__file__).parents[1] / "data"
+# headlines and columns that commands show: what an estimate shows in a terminal first;
+# those of a search that are worth a terminal, and that stand first there, of what beats
+# a recipe too; what an expectation compares and says, also of its nearest runs; what a
+# training is asked for, and of its best plan and first in a terminal; results of a
+# calibration; and what only the files of a bench have
+COLUMNS = json.loads((_DATA / "columns.json").read_text())
+
+
 @cache
 def _options():
-    with (Path(__file__).parents[1] / "data" / "options.csv").open() as file:
+    with (_DATA / "options.csv").open() as file:
         return list(csv.DictReader(file))
 
 
