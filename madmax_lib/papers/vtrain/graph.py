@@ -106,7 +106,7 @@ class _Step:
         self.recompute = rules.recompute if config.use_checkpoint else "none"
         self.tensor_s = float(tensor_s(shape, nccl, rules))
         self.send_s = float(send_s(shape, rules))
-        self.gradient_s = [float(part) for part in gradient_s(shape, nccl, rules)]
+        self.gradient_s = gradient_s(shape, nccl, rules).tolist()
         self.message_bytes = float(shape.activation_bytes)
         self.result = Program()
         self._last = {}  # by stage
