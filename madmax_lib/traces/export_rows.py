@@ -38,7 +38,7 @@ def rank_table(timeline: Timeline, rank: int) -> pd.DataFrame:
     kind = np.asarray(spans["kind"])
     on_device = bool(((stream >= 0) & np.isin(kind, BUSY_KINDS)).any())
     _check_threads(spans, rank, on_device)
-    lanes = np.where(kind == "memory", _NO_LANE, stream.astype(np.int64))
+    lanes = np.where(kind == "memory", _NO_LANE, stream.astype("int64"))
     spans = spans.iloc[_file_order(lanes)]
     table = spans.astype({"kind": object, "name": object})
     table["group"] = spans["group"].astype(object).where(spans["group"].notna(), "")
@@ -110,7 +110,7 @@ def _file_order(stream):
         host.discard(lane)
         lanes.append(lane)
     first_row = dict(zip(streams.tolist(), first.tolist(), strict=True))
-    lead = np.array([first_row[s] for s in lanes], dtype=np.int64)
+    lead = np.array([first_row[s] for s in lanes], dtype="int64")
     return np.r_[lead, np.setdiff1d(np.arange(len(stream)), lead)]
 
 
@@ -237,9 +237,7 @@ def _launch_rows(spans, windows):
     # A launch belongs to the step in whose window it lies.
     before = min(begin for begin, _ in windows.values())
     last = {s: end - 1 for s, (_, end) in windows.items() if s >= 0}
-    latest = np.array(
-        [last.get(s, before - _US) for s in step.tolist()], dtype=np.int64
-    )
+    latest = np.array([last.get(s, before - _US) for s in step.tolist()], dtype="int64")
     launch = np.where((step < 0) & (start < before), start, np.minimum(start, latest))
     dur = np.where(launch == start, np.minimum(spans["dur_ns"].to_numpy(), _US), 0)
     # Number of each span's stream among all streams; lane 0 holds the steps.

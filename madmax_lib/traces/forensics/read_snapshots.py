@@ -213,9 +213,9 @@ class _File:
             parts = [np.frombuffer(columns[name], dtype) for columns in devices]
             events[name] = parts[0] if len(parts) == 1 else np.concatenate(parts)
         counts = [len(columns["action"]) for columns in devices]  # int8: bytes are rows
-        events["device"] = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+        events["device"] = np.repeat(np.arange(len(counts), dtype="int32"), counts)
         events["action"] = pd.Categorical.from_codes(events["action"], ACTIONS)
-        events["rank"] = np.full(len(events["stack"]), rank, dtype=np.int32)
+        events["rank"] = np.full(len(events["stack"]), rank, dtype="int32")
         return pd.DataFrame(events, copy=False), blocks
 
     def _empty(self, unpickler):

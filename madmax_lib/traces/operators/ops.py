@@ -196,7 +196,7 @@ def operator_calls(timeline: Timeline) -> tuple[pd.DataFrame, pd.DataFrame]:
             "device_ns": np.where(on_device, nest.inclusive(own_ns), host_ns),
             "self_device_ns": np.where(on_device, own_ns, self_ns),
             "kernels": nest.inclusive(
-                nest.sums(call, np.ones(len(work), dtype=np.int64))
+                nest.sums(call, np.ones(len(work), dtype="int64"))
             ),
         }
     )
@@ -291,7 +291,7 @@ def _module_of(nest, calls, thread, start_ns, spans):
     direct_ns, through_ns = (
         np.r_[n.start, -1][at] for n, at in ((nest, direct), (back, through))
     )
-    through_module = np.r_[of_back.to_numpy(dtype=np.int64), -1][through]
+    through_module = np.r_[of_back.to_numpy(dtype="int64"), -1][through]
     # The innermost decides: the backward operator began after the module around it.
     is_backward = (through_module >= 0) & (through_ns >= direct_ns)
     return np.where(is_backward, through_module, direct), is_backward

@@ -38,7 +38,7 @@ def cut_by_pattern(timeline: Timeline) -> Timeline:
         return timeline
     if any(step_spans(spans.iloc[rows]) is not None for rows in ranks.values()):
         return timeline
-    step = np.zeros(len(spans), dtype=np.int32)
+    step = np.zeros(len(spans), dtype="int32")
     for rows in ranks.values():
         step[rows] = _steps(spans.iloc[rows])
     # the number of the last step of each rank
@@ -67,7 +67,7 @@ def _steps(spans):
     for positions in _recurring(codes) if is_optimizer.any() else ():
         begin_ns = _begins_ns(spans, rows, positions)
         if len(rows) - positions[-1] >= _WHOLE * np.median(np.diff(positions)):
-            begin_ns = np.append(begin_ns, np.iinfo(np.int64).max)
+            begin_ns = np.append(begin_ns, np.iinfo("int64").max)
         piece = assign_steps(spans, _marks(begin_ns))[is_optimizer]
         # a step ends with each piece in which the optimizer runs: one, or a micro-batch
         last = np.unique(piece[piece >= 0])
@@ -78,7 +78,7 @@ def _steps(spans):
             last = last[1:] - last[0] - 1
         if len(last) >= _LEAST and np.ptp(pieces) == 0:
             return assign_steps(spans, _marks(begin_ns[np.r_[0, last + 1]]))
-    return np.zeros(len(spans), dtype=np.int32)
+    return np.zeros(len(spans), dtype="int32")
 
 
 def _marks(begin_ns):
@@ -118,7 +118,7 @@ def _recurring(names):
     base = int(names.max(initial=0)) + 1
     count = max(len(names) - _GRAM + 1, 0)
     grams = sum(
-        base**digit * names[digit : digit + count].astype(np.int64)
+        base**digit * names[digit : digit + count].astype("int64")
         for digit in range(_GRAM)
     )
     at = pd.DataFrame({"gram": grams, "at": np.arange(count)})

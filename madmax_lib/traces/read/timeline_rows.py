@@ -126,13 +126,13 @@ def _spans(columns, trace, rank, hta, table):
     # group code 0 is none, which a Categorical writes as -1
     group = pd.Categorical.from_codes(columns.group - 1, columns.groups[1:])
     spans = {
-        "rank": np.full(len(columns), rank, dtype=np.int32),
+        "rank": np.full(len(columns), rank, dtype="int32"),
         "stream": stream,
         "kind": pd.Categorical.from_codes(kind, KINDS),
         "name": names[columns.name],
         "start_ns": start_ns,
         "dur_ns": dur_ns,
-        "step": np.full(len(columns), -1, dtype=np.int32),
+        "step": np.full(len(columns), -1, dtype="int32"),
         "correlation": columns.correlation,
         "op": columns.op,
         "group": group,
@@ -207,7 +207,7 @@ def _exact_kinds(columns, table):
     annotations and operators.
     """
     category = np.array(columns.categories, dtype=object)
-    of_category = np.full(len(category), Kind.cpu, dtype=np.int8)
+    of_category = np.full(len(category), Kind.cpu, dtype="int8")
     of_category[np.isin(category, _ANNOTATION)] = Kind.annotation
     of_category[category == "cuda_sync"] = Kind.idle
     on_device = np.isin(category, _DEVICE)
@@ -241,7 +241,7 @@ def _hta_kinds(columns, table):
     the device.
     """
     device = columns.stream >= 0
-    kind = np.full(len(columns), Kind.cpu, dtype=np.int8)
+    kind = np.full(len(columns), Kind.cpu, dtype="int8")
     of_category = np.isin(np.array(columns.categories, dtype=object), _ANNOTATION)
     kind[of_category[columns.category]] = Kind.annotation
     if device.any():
@@ -255,7 +255,7 @@ def _kind_of_name(columns, rows, rules, table):
     codes = np.flatnonzero(np.bincount(names, minlength=len(columns.names)))
     texts = [columns.names[code] for code in codes]
     kinds = kernel_kinds(texts, rules=rules, table=table)
-    of_name = np.zeros(len(columns.names), dtype=np.int8)
+    of_name = np.zeros(len(columns.names), dtype="int8")
     of_name[codes] = [Kind[kind] for kind in kinds]
     return of_name[names]
 
@@ -269,8 +269,8 @@ def _hta_times(columns):
     # the floats of the file's decimals, whose sum is rounded; ns would not fit into one
     whole_us, ns = np.divmod(columns.start_ns, 1000)
     start_us = whole_us + ns / 1000
-    end_us = np.floor(start_us + columns.dur_ns / 1000).astype(np.int64)
-    start_us = np.ceil(start_us).astype(np.int64)
+    end_us = np.floor(start_us + columns.dur_ns / 1000).astype("int64")
+    start_us = np.ceil(start_us).astype("int64")
     return start_us * 1000, (end_us - start_us) * 1000
 
 
@@ -278,7 +278,7 @@ def _stream_of_thread(columns):
     """Stream of device rows whose args have none: Kineto shows a stream as thread, as a
     number or as `stream 7`.
     """
-    streams = np.zeros(len(columns.threads), dtype=np.int32)
+    streams = np.zeros(len(columns.threads), dtype="int32")
     for thread, (_, tid) in enumerate(columns.threads):
         # up to nine digits fit into int32; -7 is no stream
         digits = re.search(r"(?<![-\d])\d{1,9}$", str(tid))

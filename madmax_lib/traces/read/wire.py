@@ -55,7 +55,7 @@ class Messages:
         self.owner, self.key, self.value, self.begin = columns
 
     def _walk(self, owner, at, end):
-        data = np.frombuffer(self.data, dtype=np.uint8)
+        data = np.frombuffer(self.data, dtype="uint8")
         while len(going := np.flatnonzero(at < end)):
             owner = owner[going]
             end = end[going]
@@ -79,7 +79,7 @@ class Messages:
         """(n,) first field of a number in each message, 0 for none."""
         # later fields of a message stand behind earlier ones
         fields = np.flatnonzero(self.key == number << 3 | wire)[::-1]
-        first = np.zeros(len(self), dtype=np.int64)
+        first = np.zeros(len(self), dtype="int64")
         first[self.owner[fields]] = fields  # of several the last one stays
         return first
 
@@ -142,7 +142,7 @@ class Messages:
 
 def varints(data: np.ndarray, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Numbers (n,) that begin at some bytes, and the bytes (n,) after them."""
-    value = data[at].astype(np.int64)
+    value = data[at].astype("int64")
     at = at + 1
     long = np.flatnonzero(value > 127)
     value[long] &= 127
@@ -150,7 +150,7 @@ def varints(data: np.ndarray, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     for shift in range(7, 70, 7):
         if not len(long):
             break
-        byte = data[at[long]].astype(np.int64)
+        byte = data[at[long]].astype("int64")
         value[long] |= (byte & 127) << shift
         at[long] += 1
         long = long[byte > 127]

@@ -17,7 +17,7 @@ from madmax_lib.timeline import BUSY_KINDS, Timeline, cached_per_timeline, with_
 from madmax_lib.traces.read.values import recorded_codes
 
 # launch time of work without a launch: before everything
-_NO_LAUNCH_NS = np.iinfo(np.int64).min
+_NO_LAUNCH_NS = np.iinfo("int64").min
 
 
 @cached_per_timeline
@@ -49,7 +49,7 @@ def device_work(timeline: Timeline) -> pd.DataFrame:
         .assign(row=rows)
     )
     work = work.merge(host, on=keys, how="left")
-    launched = work["launch_row"].fillna(-1).to_numpy(dtype=np.int64)
+    launched = work["launch_row"].fillna(-1).to_numpy(dtype="int64")
     start_ns = np.append(spans["start_ns"], _NO_LAUNCH_NS)  # place -1 is no launch
     work = work.assign(launch_row=launched, launch_ns=start_ns[launched])
     return work.sort_values(
@@ -76,7 +76,7 @@ def launches(timeline: Timeline) -> pd.DataFrame:
     )
     by_launch = work.groupby("launch_row", sort=True)["dur_ns"]
     table = work.drop_duplicates("launch_row").reset_index(drop=True)
-    table["kernels"] = by_launch.size().to_numpy(dtype=np.int64)
+    table["kernels"] = by_launch.size().to_numpy(dtype="int64")
     table["gpu_s"] = by_launch.sum().to_numpy() / NS_PER_S
     call = spans[["name", "dur_ns"]].iloc[table["launch_row"]].reset_index(drop=True)
     # From the start of the call; from its end it may be negative, when the kernel

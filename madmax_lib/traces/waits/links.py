@@ -114,7 +114,7 @@ def _transfers(timeline, graph):
     table["price"] = table["collective"].replace(
         {"send": "send_recv", "recv": "send_recv", "reduce": "broadcast"}
     )
-    ready = np.zeros(len(graph.time_ns), dtype=np.int64)
+    ready = np.zeros(len(graph.time_ns), dtype="int64")
     met = np.zeros(len(graph.time_ns), dtype=bool)
     of_ranks = np.isin(graph.why, ("work", "collective"))
     # A transfer can begin when the last of its ranks has come.
@@ -164,7 +164,7 @@ def _growth(timeline, table, ranks):
     """
     world = max(timeline.meta.world_size, len(timeline.ranks))
     if ranks is None or ranks == world:
-        return np.ones(len(table), dtype=np.int64)
+        return np.ones(len(table), dtype="int64")
     if ranks < world or ranks % world:
         raise ValueError(
             f"ranks={ranks} is not a multiple of the {world} ranks of the timeline"

@@ -105,7 +105,7 @@ def breakdown_of_cells(
     cell = cells.get_indexer(pd.MultiIndex.from_frame(spans[["rank", "step"]]))
     every = {number: [number] for number in range(len(cells))} or {0: [0]}
     meta = replace(timeline.meta, represents=every)
-    as_ranks = Timeline(spans.assign(rank=cell.astype(np.int32)), meta)
+    as_ranks = Timeline(spans.assign(rank=cell.astype("int32")), meta)
     return rank_breakdown(as_ranks).head(len(cells))
 
 

@@ -26,7 +26,7 @@ _PAUSES = r"wait|run_backward|: backward"
 _AUTOGRAD = "autograd::engine::evaluate_function"
 # of the calls of a kind must show that their thread waits for them at once
 _MOSTLY = 0.5
-_NEVER = np.iinfo(np.int64).max
+_NEVER = np.iinfo("int64").max
 
 
 def transfers(work: StepWork) -> Iterator[tuple]:
