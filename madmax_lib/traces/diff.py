@@ -249,7 +249,7 @@ def _means(timeline, ranks, steps):
     cells = pd.MultiIndex.from_product([sorted(ranks), sorted(steps)])
     table = breakdown_of_cells(timeline, spans, cells)
     table = table.drop(columns="rank").astype(float)
-    if not len(table):
+    if table.empty:
         return pd.DataFrame(np.nan, index=table.columns, columns=["mean", "min", "max"])
     # A cell counts as often as its rank and its step were paired.
     weight = [ranks[rank] * steps[step] for rank, step in cells]

@@ -90,7 +90,7 @@ def search(
     input outside of the rules and for a profile that the search needs and does not
     have.
     """
-    if isinstance(hostfile, (str, Path)):
+    if isinstance(hostfile, str | Path):
         if clusterfile is None:
             raise ValueError(f"hostfile={hostfile} needs a clusterfile")
         hostfile = load_cluster(hostfile, clusterfile)

@@ -379,7 +379,7 @@ def _read(path):
     place.
     """
     table = pd.read_csv(path)
-    if table.shape[1] != 7 or not len(table):
+    if table.shape[1] != 7 or table.empty:
         raise ValueError(
             f"{path}: {table.shape[1]} columns and {len(table)} rows are not an "
             "all-reduce table of 7"

@@ -151,7 +151,7 @@ def read_snapshot(source: str | Path | Sequence[str | Path]) -> Snapshot:
     if len(parts) > 1:  # a single one is not copied
         events = pd.concat([part[0] for part in parts], ignore_index=True)
         blocks = pd.concat([part[1] for part in parts], ignore_index=True)
-    if not len(events) and not len(blocks):
+    if events.empty and blocks.empty:
         raise ValueError(
             f"{paths[0]}: the snapshot holds no events and no segments; no GPU "
             "memory was in use"
@@ -310,7 +310,7 @@ class _File:
 
 
 def _files(source):
-    if isinstance(source, (list, tuple)):
+    if isinstance(source, list | tuple):
         if not source:
             raise ValueError("no snapshots in an empty list")
         return [path for item in source for path in _files(item)]

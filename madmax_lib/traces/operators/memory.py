@@ -185,9 +185,7 @@ def _events(timeline):
         device=events["device"].astype(str),
         pool=events.groupby(_POOL, observed=True).ngroup(),
     )
-    events = events.sort_values(["pool", "time_ns"], kind="stable").reset_index(
-        drop=True
-    )
+    events = events.sort_values(["pool", "time_ns"], kind="stable", ignore_index=True)
     size = events["size_bytes"]
     pool = events["pool"]
     end = _next_at_address(events)

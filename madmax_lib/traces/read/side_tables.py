@@ -264,7 +264,7 @@ def _memory(events, exact, threads, rank):
 
 def _number(value):
     # Kineto's and cuspy's counters have their value under an empty key; others' none
-    return float(value) if isinstance(value, (int, float)) else np.nan
+    return float(value) if isinstance(value, int | float) else np.nan
 
 
 def _texts(values):

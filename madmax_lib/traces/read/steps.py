@@ -34,7 +34,7 @@ def assign_steps(spans: pd.DataFrame, steps: np.ndarray | None = None) -> np.nda
 
     steps: as `step_spans` gives them, which is the default.
     """
-    if not len(spans):
+    if spans.empty:
         return np.zeros(0, dtype="int32")
     steps = step_spans(spans) if steps is None else steps
     if steps is None:
@@ -102,7 +102,7 @@ def step_spans(spans: pd.DataFrame) -> np.ndarray | None:
     """
     annotations = spans[(spans["kind"] == "annotation") & (spans["stream"] < 0)]
     names = annotations["name"].cat.categories
-    if not len(annotations):
+    if annotations.empty:
         return None
     for pattern in (_PROFILER_STEP, _ITERATION, *_SERVED):
         # number of each name, -1 for those that are no step; each name is searched once

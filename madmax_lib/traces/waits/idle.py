@@ -175,7 +175,7 @@ def _step_begins_ns(work, gaps):
     gap_before = dict(zip(gaps["end"], gaps["start"], strict=True))
     begins_ns = begins_ns.map(lambda ns: gap_before.get(ns, ns))
     first_ns = work["start_ns"].min()
-    if not len(begins_ns) or begins_ns.iloc[0] > first_ns:
+    if begins_ns.empty or begins_ns.iloc[0] > first_ns:
         before = pd.Series({-1: first_ns}, dtype="int64")
         begins_ns = pd.concat([before, begins_ns])
     return begins_ns

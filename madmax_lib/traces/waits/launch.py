@@ -74,8 +74,8 @@ def launches(timeline: Timeline) -> pd.DataFrame:
     work = work[work["launch_row"] >= 0].sort_values(
         ["launch_row", "start_ns", "row"], kind="stable"
     )
-    by_launch = work.groupby("launch_row", sort=True)["dur_ns"]
-    table = work.drop_duplicates("launch_row").reset_index(drop=True)
+    by_launch = work.groupby("launch_row")["dur_ns"]
+    table = work.drop_duplicates("launch_row", ignore_index=True)
     table["kernels"] = by_launch.size().to_numpy(dtype="int64")
     table["gpu_s"] = by_launch.sum().to_numpy() / NS_PER_S
     call = spans[["name", "dur_ns"]].iloc[table["launch_row"]].reset_index(drop=True)
@@ -184,8 +184,8 @@ def _queue(timeline):
     # At equal times launches come first, so that no length is negative.
     queue = queue.assign(change=np.where(queue["enters"], 1, -1))
     queue = queue.sort_values(
-        ["rank", "stream", "time_ns", "change"], ascending=[True, True, True, False]
+        ["rank", "stream", "time_ns", "change"],
+        ascending=[True, True, True, False],
+        ignore_index=True,
     )
-    return queue.assign(
-        length=queue.groupby(["rank", "stream"])["change"].cumsum()
-    ).reset_index(drop=True)
+    return queue.assign(length=queue.groupby(["rank", "stream"])["change"].cumsum())

@@ -273,10 +273,10 @@ def _plain(value, letters=math.inf):
     """
     if isinstance(value, Mapping):
         return {str(name): _plain(inner, letters) for name, inner in value.items()}
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, list | tuple):
         return [_plain(inner, letters) for inner in value]
     value = value.item() if hasattr(value, "item") else value  # a number of numpy
-    if value is None or isinstance(value, (bool, int)):
+    if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, float):
         if not math.isfinite(value):
@@ -318,7 +318,7 @@ def _cell(value):
     value = _plain(value, _LETTERS)
     if value is None:
         return ""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return " ".join(str(value).split())
     return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
 

@@ -129,7 +129,7 @@ def _train(options):
     about["median_step_s"] = (about.pop("step_s", None) or {}).get("median")
     for name, value in about.items():
         text = f"{value:,.6g}" if isinstance(value, float) else value
-        if isinstance(text, (str, int)) and text != "":
+        if isinstance(text, str | int) and text != "":
             print(f"{name:<24}{text}")
     return status
 

@@ -86,7 +86,7 @@ def bars(ax: Axes, lengths: pd.DataFrame | Sequence[float], **options) -> np.nda
     for column, fill in fills.items():
         length = parts[column].to_numpy(float)
         shapes = ax.barh(rows, length, height, ends)
-        one_fill = isinstance(fill, (str, dict))
+        one_fill = isinstance(fill, str | dict)
         row_fills = [fill] * len(parts) if one_fill else fill
         paints = [fill_of(each, style.source) for each in row_fills]
         for shape, paint in zip(shapes, paints, strict=True):

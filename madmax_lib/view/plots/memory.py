@@ -63,7 +63,7 @@ def plot_memory(
     tables = _tables(timeline)
     peaks = _of_device(tables.peaks, device)
     series = tables.series
-    if not len(peaks) or not len(series):
+    if peaks.empty or series.empty:
         if isinstance(timeline, Timeline):
             return empty(ax, series, _NO_EVENTS, timeline)
         return empty(ax, series, _NO_HISTORY, tables.holders)
@@ -117,7 +117,7 @@ def _tables(source):
 def _of_device(table, device):
     """Rows of the devices of a name, all without one."""
     part = table if device is None else table[table["device"] == device]
-    if len(table) and not len(part):
+    if len(table) and part.empty:
         devices = ", ".join(table["device"].unique())
         raise ValueError(
             f"device {device!r} has no allocator events; there are {devices}"

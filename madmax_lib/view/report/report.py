@@ -119,7 +119,7 @@ def _trace(timeline):
     """
     from madmax_lib.view.explore.canvas import columns  # late: a wing
 
-    if not len(busy_spans(timeline.spans)):
+    if busy_spans(timeline.spans).empty:
         return ""
     drawn = _part(timeline)
     about, data = columns([drawn], [""], hosts=True)
