@@ -52,7 +52,7 @@ def _of_step(samples, kernels):
     begin_ns = kernels["start_ns"].min()
     end_ns = (kernels["start_ns"] + kernels["dur_ns"]).max()
     inside = samples[samples["time_ns"].between(begin_ns, end_ns)]
-    kind = _kinds(inside["time_ns"].to_numpy(), kernels)
+    kind = _kinds(inside["time_ns"], kernels)
     by_name = inside.groupby("name", observed=True)["value"]
     by_kind = inside.groupby(["name", kind], observed=True)["value"]
     table = by_name.agg(samples="size", mean="mean")

@@ -315,7 +315,7 @@ def _arrivals(timeline, table):
     # The rank that spends least time in a call came last: nobody waited for it less.
     lateness_ns = start_ns if one_clock else -dur_ns
     last = lateness_ns.groupby(of_call).transform("idxmax").astype("int64")
-    behind_ns = pd.Series(lateness_ns.to_numpy()[last] - lateness_ns)
+    behind_ns = lateness_ns.to_numpy()[last] - lateness_ns
     # Nobody waits longer than the call takes.
     wait_ns = behind_ns.clip(upper=dur_ns.clip(lower=0))
     table["last_rank"] = table["rank"].to_numpy()[last]

@@ -202,7 +202,7 @@ def operator_calls(timeline: Timeline) -> tuple[pd.DataFrame, pd.DataFrame]:
     )
     labels = {"again": calls["name"], "shape_again": calls["name"] + calls["shapes"]}
     for column, label in labels.items():
-        calls[column] = nest.within(True, label.to_numpy())
+        calls[column] = nest.within(True, label)
     is_tf32 = spans["name"].str.contains(_TF32).to_numpy()[work["row"]]
     tf32 = nest.inclusive(nest.sums(call, is_tf32)) > 0
     costs = operator_costs(table.assign(name=calls["name"]))
@@ -233,8 +233,8 @@ def _counted(nest, costs):
     them every call that does not pass on more than half of its bytes to those inside
     (aten::relu_ does to aten::clamp_min_).
     """
-    flops = costs["flops"].notna().to_numpy()
-    moved_bytes = costs["moved_bytes"].fillna(0).to_numpy()
+    flops = costs["flops"].notna()
+    moved_bytes = costs["moved_bytes"].fillna(0)
     # No other call inside of it has FLOPs.
     product = flops & (nest.inclusive(flops) == 1)
     # At most half as much again is moved inside of it: it is the one that works.

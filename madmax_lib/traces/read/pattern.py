@@ -91,15 +91,15 @@ def _sequence(spans):
     """Rows of the busiest compute stream that were launched in the recording, of all
     operators where the host computes, in order of time.
     """
-    compute = (spans["kind"] == "compute").to_numpy()
+    compute = spans["kind"] == "compute"
     stream = spans["stream"]
-    device = compute & (stream >= 0).to_numpy()
+    device = compute & (stream >= 0)
     if device.any():
         compute = device
         busy_ns = spans["dur_ns"][device].groupby(stream[device]).sum()
-        compute = device & (stream == busy_ns.idxmax()).to_numpy()
+        compute = device & (stream == busy_ns.idxmax())
         launched = compute & spans["correlation"].isin(_launches(spans).index)
-        compute = launched.to_numpy() if launched.any() else compute
+        compute = launched if launched.any() else compute
     rows = np.flatnonzero(compute)
     return rows[np.argsort(spans["start_ns"].to_numpy()[rows], kind="stable")]
 

@@ -39,7 +39,7 @@ def assign_steps(spans: pd.DataFrame, steps: np.ndarray | None = None) -> np.nda
     steps = step_spans(spans) if steps is None else steps
     if steps is None:
         return np.zeros(len(spans), dtype="int32")
-    step = _by_time(spans["start_ns"].to_numpy(), steps)
+    step = _by_time(spans["start_ns"], steps)
     stream = spans["stream"].to_numpy()
     correlation = spans["correlation"].to_numpy()
     launches = np.flatnonzero((stream < 0) & (correlation >= 0))
@@ -110,11 +110,11 @@ def step_spans(spans: pd.DataFrame) -> np.ndarray | None:
         for code, name in enumerate(names):
             if match := pattern.search(name):
                 number[code] = int(match[1] or 0)
-        of_row = number[annotations["name"].cat.codes.to_numpy()]
+        of_row = number[annotations["name"].cat.codes]
         is_step = of_row >= 0
         if is_step.any():
-            start = annotations["start_ns"].to_numpy()[is_step]
-            end = start + annotations["dur_ns"].to_numpy()[is_step]
+            start = annotations["start_ns"][is_step]
+            end = start + annotations["dur_ns"][is_step]
             table = np.stack([start, end, of_row[is_step]], axis=1)
             table = table[np.argsort(start, kind="stable")]
             if pattern in _SERVED:  # their names have no number of the batch

@@ -31,7 +31,7 @@ def device_work(timeline: Timeline) -> pd.DataFrame:
     """
     spans = timeline.spans
     keys = ["rank", "correlation"]
-    linked = (spans["correlation"] >= 0).to_numpy()
+    linked = spans["correlation"] >= 0
     on_device = (
         (spans["stream"] >= 0)
         & spans["kind"].isin(BUSY_KINDS)
@@ -139,7 +139,7 @@ def queue_length(timeline: Timeline, capacity: int = 1022) -> pd.DataFrame:
     queue = _queue(timeline)
     rows = []
     for (rank, stream), part in queue.groupby(["rank", "stream"]):
-        full = (part["length"] >= capacity).to_numpy()
+        full = part["length"] >= capacity
         time_ns = part["time_ns"].to_numpy()
         # A length lasts until the next change; the last one has no duration.
         full_ns = np.diff(time_ns, append=time_ns[-1:])[full].sum()

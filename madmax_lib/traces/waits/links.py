@@ -56,7 +56,7 @@ def transfer_times(
         for each_s in (seconds, table["alone_s"])
     )
     result = own_ns.copy()
-    at = table["event"].to_numpy()
+    at = table["event"]
     # A transfer that took no time on any link takes the new price.
     scaled_ns = own_ns[at] * np.divide(
         after, before, out=np.ones(len(at)), where=before > 0
@@ -109,7 +109,7 @@ def _transfers(timeline, graph):
     table = about.reindex(graph.slices["row"].to_numpy()[ends // 2])[
         [*_KEY, "group"]
     ].assign(event=ends)
-    table = table[table["collective"].notna().to_numpy()].reset_index(drop=True)
+    table = table.dropna(subset="collective", ignore_index=True)
     # Tables of measured collectives have a message once, and no reduce.
     table["price"] = table["collective"].replace(
         {"send": "send_recv", "recv": "send_recv", "reduce": "broadcast"}
@@ -120,7 +120,7 @@ def _transfers(timeline, graph):
     # A transfer can begin when the last of its ranks has come.
     np.maximum.at(ready, graph.target[of_ranks], graph.time_ns[graph.source[of_ranks]])
     met[graph.target[graph.why == "collective"]] = True
-    at = table["event"].to_numpy()
+    at = table["event"]
     alone_ns, table["run"] = _alone(
         graph.slices.iloc[at // 2], ready[at], graph.time_ns[at]
     )

@@ -150,4 +150,4 @@ def _inside(rows, thread, kind):
     thread = thread[thread["kind"] == kind]
     start_ns = thread["start_ns"]
     around = union(pack(start_ns, thread["end_ns"] - start_ns))
-    return rows["end_ns"].to_numpy() <= reach(around, rows["start_ns"])
+    return rows["end_ns"] <= reach(around, rows["start_ns"])

@@ -148,7 +148,7 @@ def _launched_at(timelines, spans, order):
         work = device_work(timeline)
         # one more, which -1 (no launch) finds at the end
         of_row = np.full(len(timeline) + 1, -1, dtype="int64")
-        of_row[part["at"].to_numpy()] = position[before : before + len(part)]
-        launch[of_row[work["row"].to_numpy()]] = of_row[work["launch_row"].to_numpy()]
+        of_row[part["at"]] = position[before : before + len(part)]
+        launch[of_row[work["row"]]] = of_row[work["launch_row"]]
         before += len(part)
     return launch

@@ -417,9 +417,7 @@ class SpaceExplorer(WorkloadExplorer):
     def follow(self) -> None:
         """Bring the dots to the result."""
         points = self.points
-        chosen = int(
-            (points["plan"] == self.step.parameters["plan"]).to_numpy().argmax()
-        )
+        chosen = int((points["plan"] == self.step.parameters["plan"]).argmax())
         # the choice is an index into the points: both go out together
         with self.front.hold_sync():
             self.front.points = points.to_dict("records")

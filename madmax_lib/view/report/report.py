@@ -150,7 +150,7 @@ def _part(timeline):
         part = part.select(ranks=ranks)
     # where one rank and one step are still too many: those that start first
     order = part.spans["start_ns"].rank(method="first")
-    return part.where((order <= _SPANS).to_numpy())
+    return part.where(order <= _SPANS)
 
 
 def _drawn_text(part, timeline):
