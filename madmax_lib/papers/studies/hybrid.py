@@ -81,7 +81,7 @@ def _local_model(tp):
 
 def runs() -> pd.DataFrame:
     """Six rows of the study's results table, as reported."""
-    return with_origin(read_table(_RUNS).copy(), _RUNS, rules="as reported")
+    return with_origin(read_table(_RUNS), _RUNS, rules="as reported")
 
 
 def audit() -> pd.DataFrame:
@@ -184,7 +184,7 @@ def memory_rows() -> pd.DataFrame:
         parts = memory(_local_model(row["tp"]), plan, **run)
         predicted_gib.append(peak_bytes(parts, allocated=True) / 2**30)
     table = table.rename(columns={"peak_memory_gib": "measured_gib"})
-    table = table.assign(predicted_gib=predicted_gib)
+    table["predicted_gib"] = predicted_gib
     table = table.eval("error = predicted_gib / measured_gib - 1")
     columns = ["config", "batch_per_gpu", "measured_gib", "predicted_gib", "error"]
     return with_origin(table[columns], _RUNS, rules=_RULES)
