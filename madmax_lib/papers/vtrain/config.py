@@ -12,8 +12,6 @@ data-parallel group the whole fp16 gradient of a pipeline stage once. All functi
 broadcast over the arrays of a `Sizes`.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping
@@ -196,7 +194,7 @@ class Config:
         _check(self)
 
     @classmethod
-    def of(cls, row: Mapping) -> Config:
+    def of(cls, row: Mapping) -> "Config":
         """Configuration of a row of vTrain's or seed 000's tables, or with fields by
         name; the rest is ignored.
         """

@@ -8,8 +8,6 @@ the first stage has done its last backward pass each stage reduces its gradient,
 after all of those it updates its weights.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 
 from madmax_lib.papers.vtrain.config import (
@@ -47,7 +45,7 @@ class Operators:
         output_s: float,
         update_s: float,
         embedding_update_s: float,
-    ) -> Operators:
+    ) -> "Operators":
         """Split times of forward and backward together: a third is forward."""
         totals_s = (layer_s, embedding_s, output_s)
         parts = [share * total for total in totals_s for share in (1 / 3, 2 / 3)]

@@ -4,8 +4,6 @@ A field is a key (its number, and how its value ends) and a value. Messages are 
 side by side: the first field of each, then the second, as long as any has more.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pyarrow as pa
 
@@ -118,17 +116,17 @@ class Messages:
         code, texts = self.texts(number)
         return np.array(texts, dtype=object)[code]
 
-    def inside(self, number: int) -> Messages:
+    def inside(self, number: int) -> "Messages":
         """Messages that a field holds, of several in a message all."""
         fields = np.flatnonzero(self.key == number << 3 | BYTES)
         fields = fields[np.argsort(self.owner[fields], kind="stable")]
         return self._messages(fields, self.owner[fields])
 
-    def one(self, number: int) -> Messages:
+    def one(self, number: int) -> "Messages":
         """(n,) first message that a field holds, an empty one for none."""
         return self._messages(self.first(number, BYTES), np.arange(len(self)))
 
-    def only(self, wanted: np.ndarray) -> Messages:
+    def only(self, wanted: np.ndarray) -> "Messages":
         """Some of the messages."""
         bounds = self.bounds[:, wanted]
         packet = self.packet[wanted]

@@ -19,8 +19,6 @@ and bare. Numbers have six digits, what is not finite is null. Without `--all` a
 envelope has at most 2,000 tokens, and texts in rows have at most 100 letters.
 """
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import json
@@ -64,14 +62,14 @@ class Answer:
     >>> Answer(breakdown(timeline), {"steps": 3}, passed=True)      # doctest: +SKIP
     """
 
-    table: pd.DataFrame  # `.attrs` of `with_origin` name the trace files
+    table: "pd.DataFrame"  # `.attrs` of `with_origin` name the trace files
     # headline values by name, units in the names; texts, numbers, or lists and dicts
     summary: Mapping[str, Any] = field(default_factory=dict)
     names: Sequence[str] = ()  # inputs that are no trace files: models of the catalog
     # False where a verdict or a gate failed, None where nobody can tell
     passed: bool | None = True
     # of who is late, worst first; None for commands that look for nobody
-    findings: pd.DataFrame | None = None
+    findings: "pd.DataFrame | None" = None
     # of headline values and columns, most important first, for a terminal without
     # `--all`: other values are left out, other columns where there is room; all if empty
     brief: Sequence[str] = ()

@@ -5,8 +5,6 @@ Memory in use is purple, what is there from before the trace grey; a dark line i
 the allocator has reserved.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -51,7 +49,10 @@ class _Tables(NamedTuple):
 
 
 def plot_memory(
-    timeline: Timeline | Snapshot, ax: Axes | None = None, *, device: str | None = None
+    timeline: "Timeline | Snapshot",
+    ax: Axes | None = None,
+    *,
+    device: str | None = None,
 ) -> Axes:
     """Allocated and reserved memory of one device over time, steps marked, the peak
     labelled with its top holders.
