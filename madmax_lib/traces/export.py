@@ -133,7 +133,7 @@ def _document(timeline, base_ns, rank, table):
     info = {"backend": backend, "rank": rank}
     envelope = {
         "schemaVersion": 1,
-        "distributedInfo": {**info, "world_size": meta.world_size},
+        "distributedInfo": info | {"world_size": meta.world_size},
         SOURCE_KEY: meta.source,
         "deviceProperties": [{"id": 0, "name": meta.device}] if meta.device else [],
         "displayTimeUnit": "ns",

@@ -165,5 +165,5 @@ def _side_tables(path, sha256, rank):
 
 
 def _with_provenance(timeline, side_tables, **more):
-    meta = replace(timeline.meta, provenance={**timeline.meta.provenance, **more})
+    meta = replace(timeline.meta, provenance=timeline.meta.provenance | more)
     return replace(timeline, meta=meta, side_tables=side_tables)

@@ -49,9 +49,7 @@ def cut_by_pattern(timeline: Timeline) -> Timeline:
         f"no step marks: {last.pop() + 1} steps found by the pattern of their kernels"
     )
     warnings.warn(text, TraceWarning, stacklevel=3)  # the line that called read_trace
-    meta = replace(
-        timeline.meta, provenance={**timeline.meta.provenance, "steps": text}
-    )
+    meta = replace(timeline.meta, provenance=timeline.meta.provenance | {"steps": text})
     return replace(timeline, spans=spans.assign(step=step), meta=meta)
 
 

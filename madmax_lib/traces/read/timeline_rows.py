@@ -48,7 +48,7 @@ def read_file(
         # without the path, which may be another when the cache gives the timeline
         texts = [str(each.message).removeprefix(f"{path}: ") for each in caught]
         more["warnings"] = {rank: texts}
-    return Timeline(spans, replace(meta, provenance={**meta.provenance, **more}))
+    return Timeline(spans, replace(meta, provenance=meta.provenance | more))
 
 
 def _read(path, hta, user_kinds):

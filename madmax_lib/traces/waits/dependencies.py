@@ -108,7 +108,7 @@ def dependency_graph(timeline: Timeline, keep: np.ndarray | None = None) -> Grap
         meeting = len(time_ns) + meetings.number
         edges.append(("collective", start_of(meetings.first), meeting))
         edges.append(("collective", meeting, end_of(meetings.last)))
-        time_ns = np.concatenate([time_ns, meetings.time_ns])
+        time_ns = np.r_[time_ns, meetings.time_ns]
     return _sorted(slices, time_ns, edges)
 
 

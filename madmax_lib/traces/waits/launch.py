@@ -182,7 +182,7 @@ def _queue(timeline):
     leave_ns = np.maximum(work["start_ns"], work["launch_ns"])
     queue = pd.concat([enter, keys.assign(time_ns=leave_ns, enters=False, cpu_ns=0)])
     # At equal times launches come first, so that no length is negative.
-    queue = queue.assign(change=np.where(queue["enters"], 1, -1))
+    queue["change"] = np.where(queue["enters"], 1, -1)
     queue = queue.sort_values(
         ["rank", "stream", "time_ns", "change"],
         ascending=[True, True, True, False],

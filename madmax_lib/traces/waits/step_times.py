@@ -83,7 +83,7 @@ def steps(timeline: Timeline) -> pd.DataFrame:
     table[list(_PARTS)] = breakdown_of_cells(timeline, busy, cells)[list(_PARTS)]
     periods = step_periods(timeline)[["rank", "step", "period_s"]]
     table = table.merge(periods, on=["rank", "step"], how="left")
-    table = table.assign(cut=_cut(table))
+    table["cut"] = _cut(table)
     table["warmup"] = table["step"].isin(_warmup(table[~table["cut"]]))
     table["step_s"] = table["wall_s"]
     # a host may run ahead of its device, whose pace then is the step

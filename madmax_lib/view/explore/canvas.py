@@ -116,7 +116,7 @@ def _placed(timeline, hosts):
         # host threads below the streams of their rank
         rows = rows.sort_values("rank", kind="stable", ignore_index=True)
         spans = pd.concat([spans, calls], ignore_index=True)
-    rows = rows.assign(place=range(len(rows)))
+    rows["place"] = range(len(rows))
     keys = ["rank", "stream", "level"]
     return _Placed(rows, spans.merge(rows[[*keys, "place"]], on=keys, how="left"))
 

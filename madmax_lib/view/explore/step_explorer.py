@@ -274,7 +274,7 @@ def _filling(plan, world_size, changes):
     where none does.
     """
     if "tp" in changes and plan.sequence_parallel == (plan.tp > 1):
-        changes = {**changes, "sequence_parallel": None}  # stays the default
+        changes = changes | {"sequence_parallel": None}  # stays the default
     # the devices of one replica, of which dp fill the cluster
     degrees = {
         name: changes.get(name, getattr(plan, name)) for name in ("tp", "pp", "cp")

@@ -139,7 +139,7 @@ def plot_errors(
     if baseline is not None:
         # in the order of the bars
         simple = baseline.reindex(error.index)
-        data = data.assign(baseline=simple.to_numpy())
+        data["baseline"] = simple.to_numpy()
         title += f", one rate per GPU by {simple.min():.0%} to {simple.max():.0%}"
         texts += simple.map("; one rate: {:.0%}".format)
     rows = []
