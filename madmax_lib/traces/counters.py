@@ -43,8 +43,10 @@ def counters(timeline: Timeline) -> pd.DataFrame:
     parts = []
     for (rank, step), of_step in kernels.groupby(["rank", "step"]):
         table = _of_step(samples[samples["rank"] == rank], of_step)
-        parts.append(table.assign(rank=rank, step=step))
-    return stacked(parts or [pd.DataFrame()]).reindex(columns=_COLUMNS)
+        if len(table):
+            parts.append(table.assign(rank=rank, step=step))
+    table = stacked(parts or [pd.DataFrame(columns=_COLUMNS)])
+    return table.reindex(columns=_COLUMNS)
 
 
 def _of_step(samples, kernels):

@@ -432,7 +432,7 @@ def _factors(graph, scenario):
     """
     of_event = np.ones(len(graph.time_ns))
     of_edge = np.ones(len(graph.source))
-    delay_kind = pd.Series(graph.why).map(_DELAY).fillna("wait")
+    delay_kind = pd.Series(graph.why).map(_DELAY).fillna("wait").to_numpy()
     for key, factor in scenario.items():
         is_number = isinstance(factor, int | float) and not isinstance(factor, bool)
         if not (is_number and factor > 0):
@@ -440,7 +440,7 @@ def _factors(graph, scenario):
                 f"faster: factor {factor!r} of {key!r} is not a positive number"
             )
         if key in PATH_KINDS:
-            faster = graph.slices["kind"] == key
+            faster = (graph.slices["kind"] == key).to_numpy()
             of_edge[delay_kind == key] *= factor
         else:
             faster = _named(graph.slices["name"], key)
@@ -462,4 +462,4 @@ def _named(names, pattern):
             f"faster: {pattern!r} is not a kind ({', '.join(PATH_KINDS)}) and in no "
             "name of the step"
         )
-    return names.isin(matching)
+    return names.isin(matching).to_numpy()

@@ -144,7 +144,7 @@ def _streams(slices):
     device = slices[slices["stream"] >= 0]
     device = device.sort_values(["start_ns", "end_ns"], kind="stable")
     for _, lane in device.groupby(["rank", "stream"]):
-        slice_number = lane.index
+        slice_number = lane.index.to_numpy()
         start = lane["start_ns"].to_numpy()
         end = lane["end_ns"].to_numpy()
         by_end = np.argsort(end, kind="stable")
@@ -170,7 +170,7 @@ def _unrecorded(slices, time_ns, edges):
         np.maximum.at(reason_ns, target[forward], time_ns[source][forward])
     parts = []
     for _, device in slices[slices["stream"] >= 0].groupby("rank"):
-        number = device.index
+        number = device.index.to_numpy()
         start = start_of(number)
         end = end_of(number)
         end = end[np.argsort(time_ns[end], kind="stable")]
@@ -198,8 +198,10 @@ def _measured(work):
     device = _launched_work(work, launches)
     launched = device[device["first"] >= 0]
     copied = device[device["copies"] > 0]  # a copy may block the thread that calls
-    yield "launch", _launch_events(work, launched), start_of(launched["slice"])
-    yield "sync", end_of(copied["slice"]), end_of(copied["last"])
+    number = launched["slice"].to_numpy()
+    yield "launch", _launch_events(work, launched), start_of(number)
+    number = copied["slice"].to_numpy()
+    yield "sync", end_of(number), end_of(copied["last"].to_numpy())
     yield from _waits(_waiting_calls(calls, launches, _syncs(work)), device)
     yield from transfers(work)
     yield from _backward(work)
@@ -342,7 +344,7 @@ def _last_launched(waits, device):
         by=["rank", "stream"],
     ).dropna(subset="slice")
     source = last["slice"].to_numpy(dtype="int64")
-    return end_of(source), last["target"]
+    return end_of(source), last["target"].to_numpy()
 
 
 def _backward(work):
@@ -373,9 +375,9 @@ def _backward(work):
         from_ns = begin["start_ns"].to_numpy()
         before, after = pauses(lane, spans, from_ns, end["end_ns"].to_numpy())
         rests = before >= 0
-        yield "backward", before[rests], start_of(begin.index[rests])
+        yield "backward", before[rests], start_of(begin.index.to_numpy()[rests])
         resumes = after >= 0
-        yield "backward", end_of(end.index[resumes]), after[resumes]
+        yield "backward", end_of(end.index.to_numpy()[resumes]), after[resumes]
 
 
 @dataclass(frozen=True)
@@ -409,8 +411,8 @@ def _meetings(work, message):
     counts = complete & overlaps
     # Number 0, 1, ... of the meeting of each rank's call.
     _, number = np.unique(call.ngroup()[counts], return_inverse=True)
-    row = comm.index[counts]
-    number = np.r_[number, message + number.max(initial=-1) + 1]
+    row = comm.index[counts].to_numpy()
+    number = np.r_[number, message.to_numpy() + number.max(initial=-1) + 1]
     first = np.r_[work.first[row], message.index]
     last = np.r_[work.last[row], message.index]
     start_ns = work.slices["start_ns"].iloc[first]

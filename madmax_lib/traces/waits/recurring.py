@@ -77,7 +77,7 @@ class Recurring:
             keep &= (number >= 0) | (timeline.spans["stream"] >= 0).to_numpy()
         graph = dependency_graph(timeline, keep)
         slices = graph.slices
-        of_slice = number[slices["row"]]
+        of_slice = number[slices["row"].to_numpy()]
         of_steps = np.isin(of_slice, numbers or of_slice)
         inside = np.zeros(len(graph.time_ns), dtype=bool)
         inside[: 2 * len(slices)] = np.repeat(of_steps, 2)
@@ -182,7 +182,7 @@ class _Lanes:
         lanes = graph.slices.groupby(["rank", "stream"], sort=False)
         # Events of meetings are on no lane: on a last one of their own.
         lane = np.full(len(inside), lanes.ngroups)
-        lane[: 2 * len(graph.slices)] = np.repeat(lanes.ngroup(), 2)
+        lane[: 2 * len(graph.slices)] = np.repeat(lanes.ngroup().to_numpy(), 2)
         event = np.arange(len(inside))
         last = np.full(lanes.ngroups + 1, -1)
         np.maximum.at(last, lane[inside], event[inside])

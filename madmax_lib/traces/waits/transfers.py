@@ -110,23 +110,23 @@ def _end_of_backward(
     works = works[~_within(works["start_ns"], nodes)]
     work_ns = works["start_ns"]
     following = np.searchsorted(work_ns, call_ns, side="right")
-    resume = np.r_[start_of(works.index), -1][following]
+    resume = np.r_[start_of(works.index.to_numpy()), -1][following]
     # Start of the last node of that backward pass. A thread that pauses later than that
     # waits when backward has ended.
     resume_ns = np.r_[work_ns, np.inf][following]
-    node_ns = nodes["start_ns"]
+    node_ns = nodes["start_ns"].to_numpy()
     last_node = np.searchsorted(node_ns, resume_ns) - 1
     last_ns = np.r_[node_ns, 0][last_node]
     end_ns = lane["end_ns"].reindex(after // 2).to_numpy()
     pauses_late = (after >= 0) & (end_ns > last_ns)
     kind_of_call = [calls["name"].to_numpy(), in_backward]
     pauses_at_once = pd.Series(after >= 0).groupby(kind_of_call)
-    share = pauses_at_once.transform("mean")
+    share = pauses_at_once.transform("mean").to_numpy()
     late = (share <= _MOSTLY) | pauses_late
     late &= in_backward & (resume >= 0)
     # Calls of one backward pass without a pause of their own: the first pause of it.
     late_pause = pd.Series(np.where(pauses_late & late, after, _NEVER))
-    first = late_pause.groupby(resume).transform("min")
+    first = late_pause.groupby(resume).transform("min").to_numpy()
     awaited = np.where(pauses_late, after, np.minimum(first, resume))
     return np.where(late, awaited, after)
 
@@ -145,7 +145,7 @@ def _links(work, gloo):
     way = gloo["name"].astype(str).str.extract(r":(send|recv)")[0].fillna("")
     link = [gloo["rank"].to_numpy(), way.to_numpy()]
     for _, lane in ends.groupby(link):
-        event = lane.sort_values("end_ns", kind="stable")["event"]
+        event = lane.sort_values("end_ns", kind="stable")["event"].to_numpy()
         yield "link", event[:-1], event[1:]
 
 
@@ -190,7 +190,7 @@ def pauses(
     # The last slice that began covers the stretch, or ended before it began.
     inside = end[at] >= until_ns
     running = (end[at] >= from_ns) & ~(inside & waits[at])
-    before = start_of(lane.index[at]) + ~inside
+    before = start_of(lane.index.to_numpy()[at]) + ~inside
     has_next = inside | (at + 1 < len(lane))
     after = np.where(has_next, before + 1, -1)
     return np.where(running | (at < 0), -1, np.stack([before, after]))

@@ -45,7 +45,7 @@ class StepWork:
     ) -> "StepWork":
         """The work of spans whose slices are known."""
         number = np.arange(len(slices))
-        row = slices["row"]
+        row = slices["row"].to_numpy()
         first = np.full(len(timeline), -1)
         last = first.copy()
         # Of several values for one row numpy keeps the last: backwards, the first.
