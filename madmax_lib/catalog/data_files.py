@@ -110,7 +110,7 @@ def read_object(path: Path) -> dict:
     FileNotFoundError without one.
     """
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:  # also of what is not UTF-8
         raise ValueError(f"{path}: not JSON ({error})") from None
     if not isinstance(content, dict):

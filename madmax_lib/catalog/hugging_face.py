@@ -300,7 +300,7 @@ def _value(where, config, key, default):
     if isinstance(value, bool):
         return str(int(value))
     is_size = isinstance(value, str)
-    if isinstance(value, (int, float)):
+    if isinstance(value, int | float):
         # without a default every such model has some of it; 64 bits hold a size
         is_size = 0 <= value < 2**62 and (value != 0 or bool(default))
     if not is_size:

@@ -334,7 +334,7 @@ def _mixer(
 ):
     """Channels of a mixer and its biases; prefix: of the keys of hybrid models."""
     width = config.get(f"{prefix}expand", 2)
-    if isinstance(width, (int, float)):
+    if isinstance(width, int | float):
         width *= shape["hidden"]
     channels = require_int(f"{prefix}expand x width", channels or width)
     # what the convolution sees: x, of Mamba-2 B and C too; what the first product

@@ -3,7 +3,6 @@ Newton and Schulz [Jordan et al., 2024; Moonlight, arXiv 2502.16982].
 """
 
 from collections import Counter
-from collections.abc import Iterator
 
 from madmax_lib.catalog.blocks import BlockKind
 from madmax_lib.catalog.mixers import mixer_matrices
@@ -30,7 +29,7 @@ def muon_flops(model: Transformer) -> float:
     return flops
 
 
-def _matrices(model, block) -> Iterator[tuple[int, int, int]]:
+def _matrices(model, block):
     """Inputs, outputs and number of the matrices of a block."""
     matrices = ()
     if block in (BlockKind.ATTENTION, BlockKind.CROSS_ATTENTION):

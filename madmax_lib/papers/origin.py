@@ -14,9 +14,8 @@ import pandas as pd
 from madmax_lib import catalog, timeline
 
 
-@lru_cache
 def read_table(name: str) -> pd.DataFrame:
-    """Table, numbers as numbers. It is read once for all: take a copy to change it."""
+    """Table, numbers as numbers."""
     return catalog.table(_path(name).removesuffix(".csv"), numbers=True)
 
 

@@ -4,8 +4,6 @@ Measured timelines read them from their files on first use, so that a breakdown 
 pay for them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from importlib.resources import files
@@ -38,7 +36,7 @@ class SideTables(Mapping):
 
     def __init__(self, make: Callable[[], dict[str, pd.DataFrame]] = dict):
         self._make = make
-        self._tables: dict[str, pd.DataFrame] | None = None
+        self._tables = None
 
     def __getitem__(self, name: str) -> pd.DataFrame:
         if name not in SIDE_TABLES:
@@ -61,7 +59,7 @@ class SideTables(Mapping):
 
     def select(
         self, new_row: np.ndarray, windows_ns: dict[int, tuple[float, float]]
-    ) -> SideTables:
+    ) -> "SideTables":
         """Side tables of a part of the timeline: new_row (n,) is the new number of each
         span, -1 where it is left out.
 
@@ -71,7 +69,7 @@ class SideTables(Mapping):
         return SideTables(partial(_select, self, new_row, windows_ns))
 
     @staticmethod
-    def join(parts: list[tuple[SideTables, int]]) -> SideTables:
+    def join(parts: list[tuple["SideTables", int]]) -> "SideTables":
         """Side tables of timelines put together; each comes with the number of spans
         before it.
         """

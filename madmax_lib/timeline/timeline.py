@@ -5,8 +5,6 @@ and simulated steps share.
 or exports starts from it.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 from collections.abc import Callable, Sequence
@@ -54,8 +52,8 @@ class Meta:
     represents: dict[int, list[int]] = field(default_factory=dict)
     device: str = ""  # name as the trace or the catalog writes it; empty: unknown
     clock: str = "relative"  # or "unix" (ns since 1970)
-    # files with sha256, reader rules, warnings: JSON; `traces.read.readers.Provenance`
-    # lists the keys that readers set
+    # files with sha256, reader rules, warnings: JSON; `traces.read.readers` lists
+    # the keys that readers set
     provenance: dict = field(default_factory=dict)
 
     def __post_init__(self):
@@ -121,7 +119,7 @@ class Timeline:
 
     def select(
         self, *, ranks: Sequence[int] | None = None, steps: Sequence[int] | None = None
-    ) -> Timeline:
+    ) -> "Timeline":
         """The part of a timeline on some ranks and in some steps; edges that leave the
         part are dropped.
         """
@@ -153,7 +151,7 @@ class Timeline:
             return [step]
         return sorted(set(busy_spans(self.spans)["step"]) - {-1})[:1]
 
-    def where(self, keep: np.ndarray) -> Timeline:
+    def where(self, keep: np.ndarray) -> "Timeline":
         """The spans that a mask (n,) keeps, with all ranks; edges that leave the part
         are dropped.
         """
@@ -200,7 +198,7 @@ class Timeline:
         extra = {f"madmax.{name}": _pack(frame) for name, frame in tables.items()}
         extra["madmax.meta"] = json.dumps(asdict(self.meta))
         metadata = table.schema.metadata or {}
-        table = table.replace_schema_metadata({**metadata, **extra})
+        table = table.replace_schema_metadata(metadata | extra)
         with replacing(path) as temporary:
             pq.write_table(
                 table,
@@ -212,7 +210,7 @@ class Timeline:
         return path
 
     @classmethod
-    def load(cls, path: str | Path) -> Timeline:
+    def load(cls, path: str | Path) -> "Timeline":
         """Read what `save` wrote. Raises ValueError when the file is not a saved
         timeline.
         """
@@ -291,7 +289,7 @@ def with_origin(
         attributes = origin.attrs
     else:
         attributes = {"provenance": origin}
-    table.attrs.update({**attributes, **more})
+    table.attrs.update(attributes | more)
     return table
 
 
@@ -367,7 +365,7 @@ def _joined_meta(metas):
         represents |= meta.represents
         for key, value in meta.provenance.items():
             if isinstance(value, dict):
-                provenance[key] = {**provenance.get(key, {}), **value}
+                provenance[key] = provenance.get(key, {}) | value
             elif isinstance(value, list):
                 provenance[key] = provenance.get(key, []) + value
             else:

@@ -283,7 +283,7 @@ def _copies(timeline):
 
 def _worst(by_rank):
     """The ranks of a cause in words: one by name, of several the one that loses most."""
-    if not len(by_rank):
+    if by_rank.empty:
         return ""
     if len(by_rank) == 1:
         return f"rank {by_rank.index[0]}"

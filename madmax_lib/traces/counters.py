@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 
 from madmax_lib.timeline import Timeline
-from madmax_lib.traces.tables import covered, reach
+from madmax_lib.traces.tables import covered, reach, stacked
 
 # kernels beside which samples are told apart; of two at once the first counts
 _KINDS = (
@@ -44,12 +44,9 @@ def counters(timeline: Timeline) -> pd.DataFrame:
     for (rank, step), of_step in kernels.groupby(["rank", "step"]):
         table = _of_step(samples[samples["rank"] == rank], of_step)
         if len(table):
-            table["rank"] = rank
-            table["step"] = step
-            parts.append(table.reindex(columns=_COLUMNS))
-    if not parts:
-        return pd.DataFrame(columns=_COLUMNS)
-    return pd.concat(parts, ignore_index=True)
+            parts.append(table.assign(rank=rank, step=step))
+    table = stacked(parts or [pd.DataFrame(columns=_COLUMNS)])
+    return table.reindex(columns=_COLUMNS)
 
 
 def _of_step(samples, kernels):
@@ -57,7 +54,7 @@ def _of_step(samples, kernels):
     begin_ns = kernels["start_ns"].min()
     end_ns = (kernels["start_ns"] + kernels["dur_ns"]).max()
     inside = samples[samples["time_ns"].between(begin_ns, end_ns)]
-    kind = _kinds(inside["time_ns"].to_numpy(), kernels)
+    kind = _kinds(inside["time_ns"], kernels)
     by_name = inside.groupby("name", observed=True)["value"]
     by_kind = inside.groupby(["name", kind], observed=True)["value"]
     table = by_name.agg(samples="size", mean="mean")

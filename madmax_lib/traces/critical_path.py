@@ -399,7 +399,7 @@ def _path(steps, replay, weight_ns):
     edge[graph.target[tight]] = tight
     source = np.r_[graph.source, -1][edge]
     events = []
-    last = steps.ends[-1] if ends_ns else np.zeros(0, dtype=np.int64)
+    last = steps.ends[-1] if ends_ns else np.zeros(0, dtype="int64")
     event = int(last[np.argmax(time_ns[last])]) if len(last) else -1
     # Items of lists are read faster than those of arrays.
     decided = source.tolist()
@@ -407,7 +407,7 @@ def _path(steps, replay, weight_ns):
     while event >= 0 and at_ns[event] > begin_ns:
         events.append(event)
         event = decided[event]
-    events = np.array(events[::-1], dtype=np.int64)
+    events = np.array(events[::-1], dtype="int64")
     before = source[events]
     from_ns = np.where(before >= 0, time_ns[before], begin_ns).clip(min=begin_ns)
     why = np.full(len(events), "start", dtype=object)

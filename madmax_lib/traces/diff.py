@@ -115,8 +115,8 @@ def compare_ops(
     parts.append(_joined(left, right, levels[: 2 if mixed else 1][-1], ""))
     table = stacked(parts)
     table["difference_s"] = table["total_b_s"] - table["total_a_s"]
-    count_a = table["count_a"].to_numpy()
-    count_b = table["count_b"].to_numpy()
+    count_a = table["count_a"]
+    count_b = table["count_b"]
     # A simulated block stands for many kernels: its count says nothing. Counts are
     # means over steps: equal ones may differ in the last bits.
     block = mixed & (table["matched"] == "class") & (table["kind"] != "comm")
@@ -124,7 +124,7 @@ def compare_ops(
     cases = [count_b == 0, count_a == 0, same, count_b > count_a]
     table["status"] = np.select(cases, ["missing", "extra", "both", "more"], "fewer")
     # Largest difference first, equal ones by name.
-    by_size = table["difference_s"].abs().to_numpy()
+    by_size = table["difference_s"].abs()
     table = table.iloc[np.lexsort((table["name"], -by_size))]
     return _with_origin(table[_OPS].reset_index(drop=True), a, b, labels)
 
@@ -249,7 +249,7 @@ def _means(timeline, ranks, steps):
     cells = pd.MultiIndex.from_product([sorted(ranks), sorted(steps)])
     table = breakdown_of_cells(timeline, spans, cells)
     table = table.drop(columns="rank").astype(float)
-    if not len(table):
+    if table.empty:
         return pd.DataFrame(np.nan, index=table.columns, columns=["mean", "min", "max"])
     # A cell counts as often as its rank and its step were paired.
     weight = [ranks[rank] * steps[step] for rank, step in cells]

@@ -97,7 +97,7 @@ def _check(spans):
     rules = {
         negative: dur < 0,
         "lies outside of 3e18 ns": (start <= -FAR_NS) | (dur >= FAR_NS) | (end < start),
-        "has an infinite size_bytes": np.isinf(spans["size_bytes"].to_numpy()),
+        "has an infinite size_bytes": np.isinf(spans["size_bytes"]),
     }
     for rule, wrong in rules.items():
         if wrong.any():
@@ -133,7 +133,7 @@ def _document(timeline, base_ns, rank, table):
     info = {"backend": backend, "rank": rank}
     envelope = {
         "schemaVersion": 1,
-        "distributedInfo": {**info, "world_size": meta.world_size},
+        "distributedInfo": info | {"world_size": meta.world_size},
         SOURCE_KEY: meta.source,
         "deviceProperties": [{"id": 0, "name": meta.device}] if meta.device else [],
         "displayTimeUnit": "ns",
@@ -183,8 +183,8 @@ def _spans(table, base_ns):
     # Text that rows share, by the fields that decide it.
     common = {}
     keys = zip(*(table[column].tolist() for column in _Row._fields), strict=True)
-    start = _microseconds(table["start_ns"].to_numpy() - base_ns)
-    dur = _microseconds(table["dur_ns"].to_numpy())
+    start = _microseconds(table["start_ns"] - base_ns)
+    dur = _microseconds(table["dur_ns"])
     single = ("correlation", "op", "size_bytes", "recorded")
     values = (table[column].tolist() for column in single)
     for key, ts, length, correlation, op, size, recorded in zip(
@@ -251,7 +251,7 @@ def _flows(table, base_ns):
     columns = [correlation[kernels].tolist()]
     for rows in (launches, kernels):
         ends = table[["start_ns", "stream"]].iloc[rows]
-        columns.append(_microseconds(ends["start_ns"].to_numpy() - base_ns))
+        columns.append(_microseconds(ends["start_ns"] - base_ns))
         columns.append(ends["stream"].tolist())
     for number, ts, launcher, at, stream in zip(*columns, strict=True):
         # async CPU to GPU, as Kineto calls the arrows of launches

@@ -96,8 +96,8 @@ def export_chakra(timeline: Timeline, directory: str | Path) -> list[Path]:
     plan = Plan.parse(meta.provenance["plan"])
     directory = Path(directory).expanduser()
     nodes = _nodes(timeline, plan)
-    groups: dict[str, list[int]] = {}
-    numbers: dict[tuple, str] = {}
+    groups = {}  # ranks by number
+    numbers = {}  # by ranks
 
     @cache
     def number_of_group(name, rank):

@@ -38,7 +38,7 @@ def rank_table(timeline: Timeline, rank: int) -> pd.DataFrame:
     kind = np.asarray(spans["kind"])
     on_device = bool(((stream >= 0) & np.isin(kind, BUSY_KINDS)).any())
     _check_threads(spans, rank, on_device)
-    lanes = np.where(kind == "memory", _NO_LANE, stream.astype(np.int64))
+    lanes = np.where(kind == "memory", _NO_LANE, stream.astype("int64"))
     spans = spans.iloc[_file_order(lanes)]
     table = spans.astype({"kind": object, "name": object})
     table["group"] = spans["group"].astype(object).where(spans["group"].notna(), "")
@@ -75,7 +75,7 @@ def _check_threads(spans, rank, on_device):
     """Whether the reader, which knows a kind by row category and name, can give every
     span its kind.
     """
-    host = spans["stream"].to_numpy() < 0
+    host = spans["stream"] < 0
     kind = np.asarray(spans["kind"])
     for wrong, rule in (
         (host & np.isin(kind, BUSY_KINDS) & on_device, "beside work on device streams"),
@@ -110,7 +110,7 @@ def _file_order(stream):
         host.discard(lane)
         lanes.append(lane)
     first_row = dict(zip(streams.tolist(), first.tolist(), strict=True))
-    lead = np.array([first_row[s] for s in lanes], dtype=np.int64)
+    lead = np.array([first_row[s] for s in lanes], dtype="int64")
     return np.r_[lead, np.setdiff1d(np.arange(len(stream)), lead)]
 
 
@@ -180,7 +180,7 @@ def _with_host_rows(table, steps):
     correlation = table["correlation"].to_numpy().copy()
     device = table["stream"].to_numpy() >= 0
     launched = np.isin(correlation, correlation[~device & (correlation >= 0)])
-    need = device & (table["kind"] != "annotation").to_numpy() & ~launched
+    need = device & (table["kind"] != "annotation") & ~launched
     new = need & (correlation < 0)
     # Numbers that no launch of the timeline has.
     free = np.setdiff1d(np.arange(1, 1 + len(table) + new.sum()), correlation)
@@ -203,7 +203,7 @@ def _windows(table):
     start = table["start_ns"].to_numpy()
     first = table[table["step"] >= 0].groupby("step")["start_ns"].min()
     first = first.sort_values(kind="stable")
-    end = max(int((start + table["dur_ns"].to_numpy()).max()), int(start.max()) + 1)
+    end = max(int((start + table["dur_ns"]).max()), int(start.max()) + 1)
     windows = {}
     for step, begin in reversed(list(first.items())):
         windows[step] = (min(begin, end - (_US if windows else 1)), end)
@@ -237,13 +237,11 @@ def _launch_rows(spans, windows):
     # A launch belongs to the step in whose window it lies.
     before = min(begin for begin, _ in windows.values())
     last = {s: end - 1 for s, (_, end) in windows.items() if s >= 0}
-    latest = np.array(
-        [last.get(s, before - _US) for s in step.tolist()], dtype=np.int64
-    )
+    latest = np.array([last.get(s, before - _US) for s in step.tolist()], dtype="int64")
     launch = np.where((step < 0) & (start < before), start, np.minimum(start, latest))
-    dur = np.where(launch == start, np.minimum(spans["dur_ns"].to_numpy(), _US), 0)
+    dur = np.where(launch == start, np.minimum(spans["dur_ns"], _US), 0)
     # Number of each span's stream among all streams; lane 0 holds the steps.
-    lane = 1 + np.unique(spans["stream"].to_numpy(), return_inverse=True)[1]
+    lane = 1 + np.unique(spans["stream"], return_inverse=True)[1]
     rows = spans.assign(start_ns=launch, dur_ns=dur, kind="cpu", lane=lane, **_UNSAID)
     calls = {"idle": "cudaStreamWaitEvent", "memcpy": "cudaMemcpyAsync"}
     call = spans["kind"].map(calls).fillna("cudaLaunchKernel")
@@ -255,7 +253,7 @@ def _check_steps(table, rank):
     rows = table[table["kind"] != "memory"]
     kind = pd.Categorical(rows["kind"], categories=KINDS)
     as_read = rows.assign(kind=kind, name=pd.Categorical(rows["label"]))
-    wrong = assign_steps(as_read) != rows["step"].to_numpy()
+    wrong = assign_steps(as_read) != rows["step"]
     if wrong.any():
         span = rows.iloc[int(wrong.argmax())]
         raise ValueError(
@@ -266,5 +264,5 @@ def _check_steps(table, rank):
 
 
 def _per_name(names, rule):
-    codes, values = pd.factorize(names.to_numpy())
+    codes, values = pd.factorize(names)
     return np.array([bool(rule(value)) for value in values], dtype=bool)[codes]

@@ -6,8 +6,6 @@ HTA 0.5.0 itself fails (traces without a GPU, queues without launches) the table
 empty and a `TraceWarning` says so. HTA reads the files anew.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import warnings
@@ -27,7 +25,7 @@ if TYPE_CHECKING:
     from hta.trace_analysis import TraceAnalysis
 
 
-def analysis(source: str | Path | Sequence[str | Path]) -> TraceAnalysis:
+def analysis(source: str | Path | Sequence[str | Path]) -> "TraceAnalysis":
     """HTA's TraceAnalysis of a file, list or directory; ranks as `read_trace` finds
     them, also without distributedInfo.
 
@@ -69,7 +67,7 @@ def beside_hta(source: str | Path | Sequence[str | Path]) -> pd.DataFrame:
     return table.assign(error=table["compatible"] - table["hta"])
 
 
-def temporal(hta: TraceAnalysis) -> pd.DataFrame:
+def temporal(hta: "TraceAnalysis") -> pd.DataFrame:
     """rank, total_s, compute_s, non_compute_s, idle_s (HTA get_temporal_breakdown)."""
     names = {"kernel_time(us)": "total_s", "compute_time(us)": "compute_s"}
     # HTA counts in microseconds.
@@ -81,7 +79,7 @@ def temporal(hta: TraceAnalysis) -> pd.DataFrame:
     return _seconds(table.rename(columns=names)[["rank", *names.values()]])
 
 
-def overlap(hta: TraceAnalysis) -> pd.DataFrame:
+def overlap(hta: "TraceAnalysis") -> pd.DataFrame:
     """rank, overlap in 0..1, rounded by HTA to 0.01 percentage points (HTA
     get_comm_comp_overlap).
     """
@@ -93,7 +91,7 @@ def overlap(hta: TraceAnalysis) -> pd.DataFrame:
     )
 
 
-def idle(hta: TraceAnalysis) -> pd.DataFrame:
+def idle(hta: "TraceAnalysis") -> pd.DataFrame:
     """rank, stream, cause, idle_s, share of the stream's idle time in 0..1 (HTA
     get_idle_time_breakdown).
     """

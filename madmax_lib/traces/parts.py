@@ -82,7 +82,7 @@ def window(timeline: Timeline, start_s: float, end_s: float) -> Timeline:
         keep &= ~(is_mark & spans["step"].isin(pieces))
     if not (keep & is_work).any():
         raise ValueError(f"nothing runs between {start_s} and {end_s} s")
-    part = timeline.where(keep.to_numpy())
+    part = timeline.where(keep)
     begin_ns = start_ns.clip(lower=edge_ns)[keep].to_numpy()
     stop_ns = end_ns.clip(upper=high_ns)[keep].to_numpy()
     spans = part.spans.assign(start_ns=begin_ns, dur_ns=stop_ns - begin_ns)

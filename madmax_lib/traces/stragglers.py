@@ -29,22 +29,23 @@ def skew(timeline: Timeline) -> pd.DataFrame:
     exposed_wait_s (of all other ranks), bus_bytes_per_s (of the shortest duration).
     """
     table = arrivals(timeline)
-    of_call = table.groupby("call")
-    result = of_call.agg(
-        step=("step", "min"),
-        group=("group", "first"),
-        collective=("collective", "first"),
-        ranks=("rank", "size"),
-        size_bytes=("size_bytes", "mean"),
-        first_s=("start_s", "min"),
-        transfer_s=("duration_s", "min"),
-        skew_s=("skew_s", "first"),
-        last_rank=("last_rank", "first"),
-        wait_s=("wait_s", "sum"),
-        exposed_wait_s=("exposed_wait_s", "sum"),
-        bus_bytes_per_s=("bus_bytes_per_s", "max"),
-    )
-    result = result.reset_index().sort_values(["first_s", "call"], ignore_index=True)
+    how = {
+        "step": "min",
+        "group": "first",
+        "collective": "first",
+        "rank": "size",
+        "size_bytes": "mean",
+        "start_s": "min",
+        "duration_s": "min",
+        "skew_s": "first",
+        "last_rank": "first",
+        "wait_s": "sum",
+        "exposed_wait_s": "sum",
+        "bus_bytes_per_s": "max",
+    }
+    names = {"rank": "ranks", "start_s": "first_s", "duration_s": "transfer_s"}
+    result = table.groupby("call").agg(how).rename(columns=names).reset_index()
+    result = result.sort_values(["first_s", "call"], ignore_index=True)
     return with_origin(result, table)
 
 

@@ -30,7 +30,7 @@ def reach(intervals: Intervals, times: np.ndarray) -> np.ndarray:
     """
     start, end = intervals.T
     begun = np.searchsorted(start, times, side="right")
-    least = np.iinfo(np.int64).min
+    least = np.iinfo("int64").min
     ends = np.r_[least, end]
     return ends[begun]
 

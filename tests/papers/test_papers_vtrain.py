@@ -16,11 +16,10 @@ from madmax_lib.catalog.tables import device
 from madmax_lib.papers import vtrain
 from madmax_lib.papers.vtrain import RINGS, Config, Nccl, fit, predict
 from madmax_lib.papers.vtrain.config import (
-    _CORRECTED,
-    _RELEASED,
     TABLE,
     Sizes,
     gradient_s,
+    parse_rules,
     send_s,
     shape_of,
     tensor_s,
@@ -33,6 +32,9 @@ from madmax_lib.papers.vtrain.formulas import (
 )
 from madmax_lib.papers.vtrain.graph import Operators
 from madmax_lib.timeline.accounting import breakdown
+
+_CORRECTED = parse_rules("corrected")
+_RELEASED = parse_rules("released")
 
 CLASSIC = replace(
     _RELEASED, recompute="none"

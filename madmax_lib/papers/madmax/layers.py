@@ -8,8 +8,6 @@ global batch, LB local dense batch; b bytes of a dense parameter; W bytes and f 
 FLOPs of a layer; T and S degrees of tp and fsdp.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from functools import cache
@@ -54,7 +52,7 @@ class GpuRates(NamedTuple):
         level: str,
         cargo: str,
         blocking: bool = False,
-    ) -> Collective:
+    ) -> "Collective":
         """Collective with its duration."""
         # T = bytes / bandwidth: no latency and no ring factor 2(p-1)/p, as released
         duration_s = size_bytes / self.bandwidth_bytes_per_s[name, level]

@@ -8,8 +8,6 @@ pipeline bytes are counted as elements. Times in ms, memory in MB, sums from lef
 right.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
@@ -131,7 +129,7 @@ class Stage:
         self._types = self.ranks.types[self.start : self.start + self.gpus]
 
     @cached_property
-    def halved(self) -> Stage | None:
+    def halved(self) -> "Stage | None":
         """The same ranks with half the replicas, twice the tensor parallel degree."""
         if self.dp == 1:
             return None

@@ -31,7 +31,7 @@ def published(name: str) -> pd.DataFrame:
     "dp_tp" or "training" (figure 3, in short and by iteration).
     """
     file = f"metis/{name}"
-    return with_origin(read_table(file).copy(), file, rules=_RULES)
+    return with_origin(read_table(file), file, rules=_RULES)
 
 
 def nodes_of(gpus: int) -> list[Node]:

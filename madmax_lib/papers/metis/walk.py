@@ -90,7 +90,7 @@ def search(
     input outside of the rules and for a profile that the search needs and does not
     have.
     """
-    if isinstance(hostfile, (str, Path)):
+    if isinstance(hostfile, str | Path):
         if clusterfile is None:
             raise ValueError(f"hostfile={hostfile} needs a clusterfile")
         hostfile = load_cluster(hostfile, clusterfile)
@@ -162,9 +162,9 @@ class _Walk:
         self._strategy = strategy
         self._balancer = Balancer(job.demand)
         self.count = self.count_total = self.inter_stage_plans = self.dropped = 0
-        self.plans: list[_CostedPlan] = []
+        self.plans = []
         # (free MB of the fullest stage, the stage, number of stages), nearest to fitting
-        self._least_missing: tuple = (-math.inf,)
+        self._least_missing = (-math.inf,)
 
     def all_lists(self):
         """Every inter-stage plan: every list of device groups with every number of

@@ -81,7 +81,7 @@ def _local_model(tp):
 
 def runs() -> pd.DataFrame:
     """Six rows of the study's results table, as reported."""
-    return with_origin(read_table(_RUNS).copy(), _RUNS, rules="as reported")
+    return with_origin(read_table(_RUNS), _RUNS, rules="as reported")
 
 
 def audit() -> pd.DataFrame:
@@ -151,9 +151,10 @@ def splits() -> pd.DataFrame:
                 "batch_per_gpu": run.batch_per_gpu,
                 "data_ranks": data_ranks,
                 **window._asdict(),
+                "mfu_reported": run.mfu_reported,
+                "mfu": run.mfu_window * window.inflation,
             }
-            row["mfu_reported"] = run.mfu_reported
-            rows.append(row | {"mfu": run.mfu_window * window.inflation})
+            rows.append(row)
     table = pd.DataFrame(rows).eval("error = mfu - mfu_reported")
     return with_origin(table, _RUNS, rules=_RULES)
 
@@ -183,7 +184,7 @@ def memory_rows() -> pd.DataFrame:
         parts = memory(_local_model(row["tp"]), plan, **run)
         predicted_gib.append(peak_bytes(parts, allocated=True) / 2**30)
     table = table.rename(columns={"peak_memory_gib": "measured_gib"})
-    table = table.assign(predicted_gib=predicted_gib)
+    table["predicted_gib"] = predicted_gib
     table = table.eval("error = predicted_gib / measured_gib - 1")
     columns = ["config", "batch_per_gpu", "measured_gib", "predicted_gib", "error"]
     return with_origin(table[columns], _RUNS, rules=_RULES)
@@ -295,10 +296,15 @@ def predictions() -> pd.DataFrame:
             dtype="fp16",
             software="deepspeed" if stage else "fsdp2",
         ).iloc[0]
-        rates = {"predicted": tokens / step["step_s"]}
-        rates |= {"low": tokens / step["high_s"], "high": tokens / step["low_s"]}
-        about = {"config": row.config, "batch": row.batch_per_gpu}
-        rows.append(about | {"reported": row.tokens_per_s} | rates)
+        about = {
+            "config": row.config,
+            "batch": row.batch_per_gpu,
+            "reported": row.tokens_per_s,
+            "predicted": tokens / step["step_s"],
+            "low": tokens / step["high_s"],
+            "high": tokens / step["low_s"],
+        }
+        rows.append(about)
     table = pd.DataFrame(rows)
     table["error"] = table["predicted"] / table["reported"] - 1
     table["inside"] = table["reported"].between(table["low"], table["high"])

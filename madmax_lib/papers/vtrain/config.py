@@ -1,24 +1,17 @@
-"""Configurations of vTrain: its files, the rules by which they are read, and rows of its
-tables.
+"""Configurations of vTrain [Bang et al., MICRO 2024], rows of its tables, and times of its
+collectives.
 
-Fields, defaults and refusals of the loader of vTrain [Bang et al., MICRO 2024] as
-released (behaviour recorded). `Sizes` is what the formulas need, of one configuration
-or of a table's rows. `VTrainRules` has a switch for each known deviation of the release
-from its paper or from what one would expect.
+Fields, defaults and refusals are those of its loader as released (behaviour recorded).
+`Sizes` is what the formulas need, of one configuration or of a table's rows.
+`VTrainRules` has a switch for each known deviation of the release from its paper or
+from what one would expect.
 
-Times of vTrain's collectives: tables of measured all-reduces inside a node, bandwidths
-beyond.
-
-A tensor-parallel group reduces its activations twice in each pass of a layer, a
-data-parallel group the whole fp16 gradient of a pipeline stage once. As vTrain [Bang et
-al., MICRO 2024] does it (behaviour recorded); where it deviates from what one would
-expect, `VTrainRules` has a switch. All functions broadcast over the arrays of a
-`Sizes`.
+Collectives: tables of measured all-reduces inside a node, bandwidths beyond. A
+tensor-parallel group reduces its activations twice in each pass of a layer, a
+data-parallel group the whole fp16 gradient of a pipeline stage once. All functions
+broadcast over the arrays of a `Sizes`.
 """
 
-from __future__ import annotations
-
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -33,6 +26,7 @@ from madmax_lib import catalog
 from madmax_lib.base import NS_PER_S
 from madmax_lib.base.fields import check_fields
 from madmax_lib.catalog import Transformer
+from madmax_lib.catalog.data_files import read_object
 from madmax_lib.plan import Plan
 
 _DEGREES = ("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size")
@@ -91,26 +85,26 @@ class VTrainRules:
         return 2.0**30 if self.binary_units else 1e9
 
 
-_CORRECTED = VTrainRules()
-_RELEASED = VTrainRules(
-    "not last",
-    False,
-    whole_mib=True,
-    binary_units=True,
-    node_aware=False,
-    one_micro_batch=True,
-)
+_RULES = {
+    "corrected": VTrainRules(),
+    "released": VTrainRules(
+        "not last",
+        False,
+        whole_mib=True,
+        binary_units=True,
+        node_aware=False,
+        one_micro_batch=True,
+    ),
+}
 
 
 def parse_rules(rules: str | VTrainRules) -> VTrainRules:
-    """Rules by name, "corrected" or "released"; `VTrainRules` pass through. Raises
-    ValueError for another name.
-    """
+    """Rules, also by name. Raises ValueError for other than corrected and released."""
     if isinstance(rules, VTrainRules):
         return rules
-    if rules not in ("corrected", "released"):
-        raise ValueError(f"rules={rules!r} is not corrected or released")
-    return _CORRECTED if rules == "corrected" else _RELEASED
+    if rules not in _RULES:
+        raise ValueError(f"rules={rules!r} is not {' or '.join(_RULES)}")
+    return _RULES[rules]
 
 
 class Sizes(NamedTuple):
@@ -200,7 +194,7 @@ class Config:
         _check(self)
 
     @classmethod
-    def of(cls, row: Mapping) -> Config:
+    def of(cls, row: Mapping) -> "Config":
         """Configuration of a row of vTrain's or seed 000's tables, or with fields by
         name; the rest is ignored.
         """
@@ -257,11 +251,9 @@ def load_config(
     where there is no pipeline. Raises OSError if it cannot be read, ValueError naming
     file, field, value and rule for what vTrain refuses.
     """
+    content = read_object(Path(path))
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8-sig"))
         return _from_content(content, derive_gpus, parse_rules(rules))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not JSON ({error})") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
@@ -286,19 +278,14 @@ def shape_of(table: pd.DataFrame) -> Sizes:
 
 
 def _from_content(content, derive_gpus, rules):
-    if not isinstance(content, Mapping):
-        raise ValueError("not a JSON object")
     if unknown := set(content) - {f.name for f in fields(Config)}:
         raise ValueError(f"unknown field {sorted(unknown)[0]!r}")
-    content = dict(content)
     if derive_gpus:
         content.pop("num_gpus", None)
     if rules.one_micro_batch and content.get("pipeline_parallel_size") == 1:
         # b = B / d: without a pipeline vTrain accumulates no gradients
-        first = Config(**content | {"micro_batch_size": 1})
-        content["micro_batch_size"] = (
-            first.global_batch_size // first.data_parallel_size
-        )
+        one = Config(**content | {"micro_batch_size": 1})
+        content["micro_batch_size"] = one.global_batch_size // one.data_parallel_size
     return Config(**content)
 
 
@@ -363,14 +350,6 @@ class Nccl:
 RINGS = Nccl({}, {})  # no tables: all-reduces inside a node are rings at its bandwidth
 
 
-class GradientTimes(NamedTuple):
-    """Seconds of the gradient all-reduce by pipeline stage, NaN where there is none."""
-
-    first_s: np.ndarray
-    middle_s: np.ndarray  # of each stage between them
-    last_s: np.ndarray
-
-
 def load_nccl(directory: str | Path) -> Nccl:
     """The tables AR_GPU{n}_1M_{m}M_LUT of one kind of GPU, as nccl-tests prints them:
     time in ns, bandwidth in GB/s.
@@ -384,9 +363,7 @@ def load_nccl(directory: str | Path) -> Nccl:
         if match := _NAME.fullmatch(path.name):
             tables[int(match[1])] = _read(path)
     if not tables:
-        inner = sorted(
-            path.name for path in directory.glob("*") if any(path.glob("AR_GPU*"))
-        )
+        inner = sorted({path.parent.name for path in directory.glob("*/AR_GPU*")})
         hint = f"; it has folders of GPUs: {', '.join(inner)}" if inner else ""
         raise FileNotFoundError(f"{directory}: no AR_GPU<n>_1M_<m>M_LUT tables{hint}")
     # vTrain reads the in-place columns, as gradients are reduced in place
@@ -400,7 +377,7 @@ def _read(path):
     place.
     """
     table = pd.read_csv(path)
-    if table.shape[1] != 7 or not len(table):
+    if table.shape[1] != 7 or table.empty:
         raise ValueError(
             f"{path}: {table.shape[1]} columns and {len(table)} rows are not an "
             "all-reduce table of 7"
@@ -417,12 +394,14 @@ def _read(path):
 def tensor_s(shape: Sizes, nccl: Nccl, rules: VTrainRules):
     """Seconds of one all-reduce of a tensor-parallel group."""
     leaves_node = rules.node_aware & (np.asarray(shape.tp) > shape.node_size)
-    group = _Group(shape.tp, 1, leaves_node)
+    group = (shape.tp, 1, leaves_node)
     return _all_reduce_s(shape, nccl, rules, group, shape.activation_bytes)
 
 
-def gradient_s(shape: Sizes, nccl: Nccl, rules: VTrainRules) -> GradientTimes:
-    """Seconds of the gradient all-reduce of the first, a middle and the last stage."""
+def gradient_s(shape: Sizes, nccl: Nccl, rules: VTrainRules) -> np.ndarray:
+    """Seconds (3, n) of the gradient all-reduce of the first, a middle and the last
+    stage, NaN where there is none.
+    """
     tp = np.asarray(shape.tp)
     pp = np.asarray(shape.pp)
     # As released the network counts only from tp >= node_size on, even if the
@@ -430,15 +409,15 @@ def gradient_s(shape: Sizes, nccl: Nccl, rules: VTrainRules) -> GradientTimes:
     leaves_node = tp >= shape.node_size
     if rules.node_aware:
         leaves_node = tp * shape.dp > shape.node_size
-    # (first, last): a single stage is both
-    ends = ((True, pp == 1), (False, False), (False, True))
-    sizes = [shape.gradient_bytes(first=first, last=last) for first, last in ends]
-    group = _Group(shape.dp, tp, leaves_node)
-    first_s, middle_s, last_s = (
-        _all_reduce_s(shape, nccl, rules, group, size_bytes) for size_bytes in sizes
-    )
-    middle_s = np.where(pp > 2, middle_s, np.nan)
-    return GradientTimes(first_s, middle_s, np.where(pp > 1, last_s, np.nan))
+    group = (shape.dp, tp, leaves_node)
+    # (first, last, whether there is one): a single stage is both
+    stages = ((True, pp == 1, True), (False, False, pp > 2), (False, True, pp > 1))
+    times_s = []
+    for first, last, exists in stages:
+        size_bytes = shape.gradient_bytes(first=first, last=last)
+        seconds = _all_reduce_s(shape, nccl, rules, group, size_bytes)
+        times_s.append(np.where(exists, seconds, np.nan))
+    return np.stack(times_s)
 
 
 def send_s(shape: Sizes, rules: VTrainRules):
@@ -476,16 +455,12 @@ def communication_s(
     return activations_s + first_s + max(shape.pp - 2, 0) * middle_s + last_s
 
 
-class _Group(NamedTuple):
-    """Group of an all-reduce: numbers, or arrays (n,)."""
-
-    ranks: int
-    stride: int  # GPUs from one rank to the next
-    leaves_node: bool
-
-
 def _all_reduce_s(shape, nccl, rules, group, size_bytes):
-    """Seconds of an all-reduce, by the network if its group leaves the node."""
+    """Seconds of an all-reduce, by the network if its group leaves the node.
+
+    group: ranks, GPUs from one to the next, and whether it leaves the node; numbers, or
+    arrays (n,).
+    """
     *group, size_bytes = np.broadcast_arrays(*group, size_bytes)
     ranks, stride, leaves_node = group
     # ring: T = 2(n-1)/n x bytes / bandwidth

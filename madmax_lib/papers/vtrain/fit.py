@@ -142,7 +142,7 @@ def network_s(shape: Sizes, nccl: Nccl, rules: VTrainRules) -> np.ndarray:
     m = shape.micro_batches
     pp = np.asarray(shape.pp)
     reductions = 4 * (m + pp - 1) * (shape.layers // pp) * tensor_s(shape, nccl, rules)
-    gradients = np.fmax.reduce(np.broadcast_arrays(*gradient_s(shape, nccl, rules)))
+    gradients = np.fmax.reduce(gradient_s(shape, nccl, rules))
     sends = np.where(pp > 1, (m + 2 * pp - 3) * send_s(shape, rules), 0.0)
     return reductions + gradients + sends
 

@@ -8,8 +8,6 @@ the first stage has done its last backward pass each stage reduces its gradient,
 after all of those it updates its weights.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 
 from madmax_lib.papers.vtrain.config import (
@@ -47,7 +45,7 @@ class Operators:
         output_s: float,
         update_s: float,
         embedding_update_s: float,
-    ) -> Operators:
+    ) -> "Operators":
         """Split times of forward and backward together: a third is forward."""
         totals_s = (layer_s, embedding_s, output_s)
         parts = [share * total for total in totals_s for share in (1 / 3, 2 / 3)]
@@ -106,10 +104,10 @@ class _Step:
         self.recompute = rules.recompute if config.use_checkpoint else "none"
         self.tensor_s = float(tensor_s(shape, nccl, rules))
         self.send_s = float(send_s(shape, rules))
-        self.gradient_s = [float(part) for part in gradient_s(shape, nccl, rules)]
+        self.gradient_s = gradient_s(shape, nccl, rules).tolist()
         self.message_bytes = float(shape.activation_bytes)
         self.result = Program()
-        self._last: dict[int, int] = {}  # by stage
+        self._last = {}  # by stage
 
     def program(self):
         """All passes in an order in which nothing waits for something later, then
@@ -159,8 +157,13 @@ class _Step:
         last = self.shape.pp - 1 if direction == "forward" else 0
         if stage != last:
             # P, a blocking send: it delays the sender's own next op too
-            size = {"size_bytes": self.message_bytes}
-            self._op(stage, Stream.PIPELINE, f"send {what}", self.send_s, **size)
+            self._op(
+                stage,
+                Stream.PIPELINE,
+                f"send {what}",
+                self.send_s,
+                size_bytes=self.message_bytes,
+            )
 
     def _recompute(self, stage, number, after):
         """The forward pass repeated; returns what the backward pass still has to wait
@@ -181,9 +184,13 @@ class _Step:
         """Two all-reduces per layer over the tensor-parallel group."""
         if self.shape.tp > 1:
             count = 2 * self.layers
-            size = {"size_bytes": count * self.message_bytes}
-            duration_s = count * self.tensor_s
-            self._op(stage, Stream.TENSOR, f"all_reduce {what}", duration_s, **size)
+            self._op(
+                stage,
+                Stream.TENSOR,
+                f"all_reduce {what}",
+                count * self.tensor_s,
+                size_bytes=count * self.message_bytes,
+            )
 
     def _compute_s(self, stage, direction):
         operators = self.operators
@@ -207,10 +214,14 @@ class _Step:
             duration_s = last_s if last else middle_s
             if first:  # a single stage is both and counts as the first
                 duration_s = first_s
-            size_bytes = float(self.shape.gradient_bytes(first=first, last=last))
-            name = "all_reduce gradient"
-            size = {"size_bytes": size_bytes}
-            self._op(stage, Stream.DATA, name, duration_s, barrier, **size)
+            self._op(
+                stage,
+                Stream.DATA,
+                "all_reduce gradient",
+                duration_s,
+                barrier,
+                size_bytes=float(self.shape.gradient_bytes(first=first, last=last)),
+            )
         barrier = tuple(self._last.values())
         for stage in range(pp):
             # n w, and w0 on the first stage; the output matrix has no update

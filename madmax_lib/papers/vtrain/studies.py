@@ -264,8 +264,9 @@ def seed_steps(nccl: Nccl = RINGS) -> pd.DataFrame:
             "theirs_s": theirs_s,
             "ours_s": ours_s,
             "shared_s": shared_s,
+            "mfu": flops / (theirs_s * peak),
         }
-        rows.append(row | {"mfu": flops / (theirs_s * peak)})
+        rows.append(row)
     return pd.DataFrame(rows)
 
 

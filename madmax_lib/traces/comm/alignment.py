@@ -35,7 +35,7 @@ def clock_offsets(timeline: Timeline) -> pd.DataFrame:
     calls: how many.
     """
     shared = _shared_ends(timeline)
-    ranks = np.array(timeline.ranks, dtype=np.int64)
+    ranks = np.array(timeline.ranks, dtype="int64")
     # Medians of differences; spans have whole nanoseconds.
     exact_ns, reference = _solve(_pairs(shared), ranks)
     offset_ns = np.rint(exact_ns)
@@ -62,7 +62,7 @@ def align(timeline: Timeline) -> Timeline:
     lowest rank that they are connected with.
     """
     table = clock_offsets(timeline)
-    shift_ns = np.rint(table.set_index("rank")["offset_s"] * NS_PER_S).astype(np.int64)
+    shift_ns = np.rint(table.set_index("rank")["offset_s"] * NS_PER_S).astype("int64")
     before = timeline.meta.provenance.get("clock_offsets_s", {})
     taken_s = {
         str(rank): before.get(str(rank), 0.0) + ns / NS_PER_S

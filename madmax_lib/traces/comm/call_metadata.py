@@ -71,7 +71,7 @@ def call_metadata(timeline: Timeline, row: np.ndarray) -> pd.DataFrame:
     elements = table[["in_elements", "out_elements"]].max(axis=1)
     dtypes = table["dtype"]
     bytes_of = {dtype: dtype_bytes(dtype) for dtype in dtypes.unique()}
-    recorded_bytes = elements * dtypes.map(bytes_of).astype(np.float64)
+    recorded_bytes = elements * dtypes.map(bytes_of).astype("float64")
     size_bytes = recorded_bytes.where(elements >= 0).fillna(spans["size_bytes"])
     table["size_bytes"] = size_bytes.fillna(moved["larger_bytes"]).fillna(
         annotated["sum_bytes"] * parts
@@ -94,7 +94,7 @@ def _recorded(timeline, row, spans):
     # The row of the call itself, else the host row with its operator id.
     table = by_row.where(by_row["collective"].notna(), by_op)
     texts = table[list(_TEXTS)].fillna("")
-    numbers = table[list(_NUMBERS)].astype(np.float64).fillna(-1).astype(np.int64)
+    numbers = table[list(_NUMBERS)].astype("float64").fillna(-1).astype("int64")
     # Groups of one name differ in their ranks: they belong to the name.
     listed = texts["group"] + " [" + texts["ranks"].str.replace(",", ", ") + "]"
     is_bare = (texts["ranks"] != "") & ~texts["group"].str.contains("[", regex=False)
@@ -176,7 +176,7 @@ def _messages(timeline, row):
     message_of = {pair: _message(*pair) for pair in set(pairs)}
     messages = [message_of[pair] for pair in pairs]
     table = pd.DataFrame(messages, columns=_Message._fields)
-    types = dict.fromkeys(_Message._fields, np.float64) | {"dtype": object}
+    types = dict.fromkeys(_Message._fields, "float64") | {"dtype": object}
     return table.astype(types)
 
 
@@ -217,17 +217,17 @@ def _group_sizes(timeline, table, rank, ratio):
     """
     group = table["group"]
     counts = {name: len(members(name)) for name in group.unique()}
-    listed = group.map(counts).astype(np.float64)
+    listed = group.map(counts).astype("float64")
     # The larger side of a gather is as many times the smaller as there are ranks.
     is_gather = table["collective"].isin(("all_gather", "reduce_scatter"))
     sides = ratio.where(is_gather & (ratio > 1) & (ratio % 1 == 0))
     seen = rank.groupby(group).transform("nunique").where(group != "")
-    sizes = table["group_size"].astype(np.float64)
+    sizes = table["group_size"].astype("float64")
     sizes = sizes.where(sizes > 0)
     for other in (listed.where(listed > 0), sides, seen.where(seen > 1)):
         sizes = sizes.fillna(other)
     world_size = max(timeline.meta.world_size, len(timeline.ranks))
-    return sizes.fillna(world_size).astype(np.int64)
+    return sizes.fillna(world_size).astype("int64")
 
 
 def members(group: str) -> list[int]:
@@ -288,7 +288,7 @@ def _set_peers(timeline, table, row, rank):
         listed = members(name) if name else timeline.ranks
         pairs[name] = sum(listed) if len(listed) == 2 else np.nan
     pair = table["group"].map(pairs).where(table["group_size"] == 2)
-    other = (pair - rank).fillna(-1).astype(np.int64)
+    other = (pair - rank).fillna(-1).astype("int64")
     other = pd.Series(np.where(reached >= 0, reached, other), table.index)
     # A simulated message is recorded on the sender's side.
     collective = table["collective"]

@@ -176,7 +176,7 @@ def unseen_waits(timeline: Timeline, table: pd.DataFrame) -> pd.DataFrame:
     # More than the longest transfer must be waiting; matched calls show their waiting.
     beyond_s = (table["duration_s"] - table["longest_s"]).where(table["call"] < 0)
     beyond_s = beyond_s.fillna(0.0).clip(lower=0.0)
-    beyond_ns = np.rint(beyond_s * NS_PER_S).astype(np.int64)
+    beyond_ns = np.rint(beyond_s * NS_PER_S).astype("int64")
     # Waiting comes first in a call: from its start on.
     exposed_s = _exposed_s(timeline, spans, beyond_ns)
     return table.assign(unseen_s=beyond_s, exposed_unseen_s=exposed_s)
@@ -314,8 +314,8 @@ def _arrivals(timeline, table):
     of_call = table["call"]
     # The rank that spends least time in a call came last: nobody waited for it less.
     lateness_ns = start_ns if one_clock else -dur_ns
-    last = lateness_ns.groupby(of_call).transform("idxmax").astype(np.int64)
-    behind_ns = pd.Series(lateness_ns.to_numpy()[last] - lateness_ns)
+    last = lateness_ns.groupby(of_call).transform("idxmax").astype("int64")
+    behind_ns = lateness_ns.to_numpy()[last] - lateness_ns
     # Nobody waits longer than the call takes.
     wait_ns = behind_ns.clip(upper=dur_ns.clip(lower=0))
     table["last_rank"] = table["rank"].to_numpy()[last]
@@ -342,7 +342,7 @@ def _match(table, start_ns):
     keys = [who, what.where(~numbered, ""), step, sequence]
     key = table.groupby(keys, sort=False).ngroup()
     # The k-th call of a key on one rank is the k-th on the others.
-    turn = start_ns.groupby([key, rank]).rank(method="first").astype(np.int64)
+    turn = start_ns.groupby([key, rank]).rank(method="first").astype("int64")
     call = table.groupby([key, turn], sort=False).ngroup()
     size = key.groupby([key, rank]).transform("size")
     in_group = rank.groupby([who, what]).transform("nunique")

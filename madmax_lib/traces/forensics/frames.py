@@ -49,16 +49,17 @@ class Stacks:
     """
 
     def __init__(self):
-        self.texts: dict[str, int] = {}
-        self._stacks: dict[tuple[str, ...], _Mark] = {}
+        self.texts = {}  # numbers by text
+        self._stacks = {}  # marks by lines
         self.forget()
 
     def forget(self) -> None:
         """Forget objects by their identity: those of another file have others."""
-        # by length and the identities of some frames: the stacks that have these
-        self._seen: dict[tuple[int, ...], list[tuple[list[dict], _Mark]]] = {}
+        # by length and the identities of some frames: the stacks that have these, each
+        # with its mark
+        self._seen = {}
         # by the identity of a frame: the frame, which must live as long, and its line
-        self._lines: dict[int, tuple[dict, str]] = {}
+        self._lines = {}
 
     def number(self, frames: list | None) -> int:
         """Number of a stack, -1 without frames."""

@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 
 _UNIT = 512  # bytes to which the allocator rounds up (kMinBlockSize)
-_NEVER = np.iinfo(np.int64).max
+_NEVER = np.iinfo("int64").max
 ACTIONS = [
     "alloc",
     "free_requested",
@@ -82,7 +82,7 @@ def _left_out(what):
 def _sums(lives, begin, end, size, count):
     """Bytes (count + 1,) of what lives from one event until another, columns of lives."""
     size_bytes = lives[size].to_numpy()
-    change = np.zeros(count + 1, dtype=np.int64)
+    change = np.zeros(count + 1, dtype="int64")
     for event, sign in ((begin, 1), (end, -1)):
         at = lives[event].to_numpy()
         inside = at < count  # _NEVER is not
@@ -94,7 +94,7 @@ def _sums(lives, begin, end, size, count):
 
 def _reserved(events, action, blocks):
     """Reserved bytes (n + 1,) before the first event and after each."""
-    grows = _is(action, "segment_alloc", "segment_map").astype(np.int64)
+    grows = _is(action, "segment_alloc", "segment_map").astype("int64")
     shrinks = _is(action, "segment_free", "segment_unmap")
     change = events["size_bytes"].to_numpy() * (grows - shrinks)
     running = np.r_[0, np.cumsum(change)]

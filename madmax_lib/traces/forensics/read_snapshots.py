@@ -151,7 +151,7 @@ def read_snapshot(source: str | Path | Sequence[str | Path]) -> Snapshot:
     if len(parts) > 1:  # a single one is not copied
         events = pd.concat([part[0] for part in parts], ignore_index=True)
         blocks = pd.concat([part[1] for part in parts], ignore_index=True)
-    if not len(events) and not len(blocks):
+    if events.empty and blocks.empty:
         raise ValueError(
             f"{paths[0]}: the snapshot holds no events and no segments; no GPU "
             "memory was in use"
@@ -167,7 +167,7 @@ class _File:
     def __init__(self, stacks):
         self._stacks = stacks
         # by the identity of a list of events that is being read: the list, its columns
-        self._open: dict[int, tuple[list, dict[str, bytearray]]] = {}
+        self._open = {}
         self._searched = 0  # objects in the memo when it was last looked through
         stacks.forget()
 
@@ -213,9 +213,9 @@ class _File:
             parts = [np.frombuffer(columns[name], dtype) for columns in devices]
             events[name] = parts[0] if len(parts) == 1 else np.concatenate(parts)
         counts = [len(columns["action"]) for columns in devices]  # int8: bytes are rows
-        events["device"] = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+        events["device"] = np.repeat(np.arange(len(counts), dtype="int32"), counts)
         events["action"] = pd.Categorical.from_codes(events["action"], ACTIONS)
-        events["rank"] = np.full(len(events["stack"]), rank, dtype=np.int32)
+        events["rank"] = np.full(len(events["stack"]), rank, dtype="int32")
         return pd.DataFrame(events, copy=False), blocks
 
     def _empty(self, unpickler):
@@ -310,7 +310,7 @@ class _File:
 
 
 def _files(source):
-    if isinstance(source, (list, tuple)):
+    if isinstance(source, list | tuple):
         if not source:
             raise ValueError("no snapshots in an empty list")
         return [path for item in source for path in _files(item)]

@@ -37,7 +37,7 @@ def read_inspector(paths: Sequence[Path]) -> Log:
     """The log of a job: a phase per communicator, collective and size, calls in place
     of steps. Raises ValueError where no collective has a context.
     """
-    lost: Counter = Counter()
+    lost = Counter()
     rows = [row for path in paths for row in _records(path, lost)]
     if not rows:
         raise ValueError(f"{paths[0]}: no record of a collective in this log")

@@ -57,7 +57,7 @@ def assembled(table: pd.DataFrame, units: pd.DataFrame, **more) -> Log:
     units: as in the log, by the first level of the rows. more: fields of the log, tags
     by step.
     """
-    table = table.astype(np.float32)
+    table = table.astype("float32")
     phases = {key: table[key].unstack().to_numpy() for key in table}
     steps = table.index.unique(1).sort_values().to_numpy()
     tags = more.pop("tags", {})

@@ -50,7 +50,7 @@ def _log_files(path):
     inspector, traceml, columns, lines.
     """
     kinds = {kind: [] for kind in _KINDS}
-    for root in map(Path, path if isinstance(path, (list, tuple)) else [path]):
+    for root in map(Path, path if isinstance(path, list | tuple) else [path]):
         if not root.exists():
             raise FileNotFoundError(f"{root}: no such file or directory")
         inside = (file for file in sorted(root.rglob("*")) if file.suffix in _SUFFIXES)

@@ -115,7 +115,7 @@ def _read(path):
     rows = []
     tags = {}
     first = _Line("", "")
-    lost: Counter = Counter()
+    lost = Counter()
     for lines in decoded(path, _Line, lost):
         # Branches on log_type first: instants and scalars have such names too.
         rows += [

@@ -127,7 +127,7 @@ def held_at_peak(timeline: Timeline, top: int = 10) -> pd.DataFrame:
     events = _events(timeline)
     peaks = _peaks(events)
     # Alive at the peak of its device: allocated by then, and freed later or never.
-    peak_row = peaks["row"].to_numpy(dtype=np.int64)[events["pool"]]
+    peak_row = peaks["row"].to_numpy(dtype="int64")[events["pool"]]
     is_live = events["born"] & (events.index <= peak_row)
     is_live &= (events["end"] == -1) | (events["end"] > peak_row)
     live = events[is_live]
@@ -185,9 +185,7 @@ def _events(timeline):
         device=events["device"].astype(str),
         pool=events.groupby(_POOL, observed=True).ngroup(),
     )
-    events = events.sort_values(["pool", "time_ns"], kind="stable").reset_index(
-        drop=True
-    )
+    events = events.sort_values(["pool", "time_ns"], kind="stable", ignore_index=True)
     size = events["size_bytes"]
     pool = events["pool"]
     end = _next_at_address(events)
@@ -233,7 +231,7 @@ def _without_gaps(total, size, pool, unknown):
     level = unknown.to_numpy() + running
     is_near = recorded.notna()
     # integers all the way: floats lose bytes beyond 2**53
-    near = recorded[is_near].to_numpy(dtype=np.int64)
+    near = recorded[is_near].to_numpy(dtype="int64")
     level[is_near] = (total.to_numpy() - running)[near] + running[is_near]
     return level
 
@@ -296,7 +294,7 @@ def _step(timeline, events):
         times, host, left_on="time_ns", right_on="start_ns", by="rank"
     ).set_index("event")
     step = near["step"].where(near["time_ns"] <= near["latest_ns"], -1)
-    return step.reindex(events.index).astype(np.int32)
+    return step.reindex(events.index).astype("int32")
 
 
 def _innermost_operator(timeline, events):

@@ -11,7 +11,6 @@ reductions only the inputs count. Traces have shapes when they were made with
 """
 
 import json
-from collections.abc import Callable
 from functools import cache, partial
 from math import nan, prod
 from typing import NamedTuple
@@ -332,8 +331,7 @@ def _like_first(_, call):
 
 
 # rules by the words of the table: (name, inputs) -> (FLOPs, bytes)
-_Rule = Callable[[str, _Inputs], tuple[float, float]]
-_RULES: dict[str, _Rule] = {
+_RULES = {
     "matrix product": _matrices,
     "grouped product": _grouped,
     "convolution backward": _convolution_backward,

@@ -106,7 +106,7 @@ def modules(timeline: Timeline) -> pd.DataFrame:
     names = spans["name"].iloc[nest.rows].astype(object)
     names = names.str.replace(_MODULE, "", regex=True).to_numpy()
     # Time of a module inside of itself (a recursive call) is counted by the outer one.
-    once = ~nest.within(np.ones(len(names), dtype=bool), names)
+    once = ~nest.within(True, names)
     table = pd.DataFrame(
         {
             "rank": spans["rank"].to_numpy()[nest.rows],
@@ -196,13 +196,13 @@ def operator_calls(timeline: Timeline) -> tuple[pd.DataFrame, pd.DataFrame]:
             "device_ns": np.where(on_device, nest.inclusive(own_ns), host_ns),
             "self_device_ns": np.where(on_device, own_ns, self_ns),
             "kernels": nest.inclusive(
-                nest.sums(call, np.ones(len(work), dtype=np.int64))
+                nest.sums(call, np.ones(len(work), dtype="int64"))
             ),
         }
     )
     labels = {"again": calls["name"], "shape_again": calls["name"] + calls["shapes"]}
     for column, label in labels.items():
-        calls[column] = nest.within(np.ones(len(calls), dtype=bool), label.to_numpy())
+        calls[column] = nest.within(True, label)
     is_tf32 = spans["name"].str.contains(_TF32).to_numpy()[work["row"]]
     tf32 = nest.inclusive(nest.sums(call, is_tf32)) > 0
     costs = operator_costs(table.assign(name=calls["name"]))
@@ -233,8 +233,8 @@ def _counted(nest, costs):
     them every call that does not pass on more than half of its bytes to those inside
     (aten::relu_ does to aten::clamp_min_).
     """
-    flops = costs["flops"].notna().to_numpy()
-    moved_bytes = costs["moved_bytes"].fillna(0).to_numpy()
+    flops = costs["flops"].notna()
+    moved_bytes = costs["moved_bytes"].fillna(0)
     # No other call inside of it has FLOPs.
     product = flops & (nest.inclusive(flops) == 1)
     # At most half as much again is moved inside of it: it is the one that works.
@@ -291,7 +291,7 @@ def _module_of(nest, calls, thread, start_ns, spans):
     direct_ns, through_ns = (
         np.r_[n.start, -1][at] for n, at in ((nest, direct), (back, through))
     )
-    through_module = np.r_[of_back.to_numpy(dtype=np.int64), -1][through]
+    through_module = np.r_[of_back.to_numpy(dtype="int64"), -1][through]
     # The innermost decides: the backward operator began after the module around it.
     is_backward = (through_module >= 0) & (through_ns >= direct_ns)
     return np.where(is_backward, through_module, direct), is_backward

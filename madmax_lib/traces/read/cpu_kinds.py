@@ -9,6 +9,8 @@ itself is running, and no operator inside of it, the node was waiting: it is not
 compute, the operators inside of it are.
 """
 
+from enum import IntEnum
+
 import numpy as np
 import pandas as pd
 
@@ -19,9 +21,7 @@ from madmax_lib.traces.read.nesting import Nest
 _OPERATOR = ("cpu_op", "operator")
 _CALLS = ("c10d::", "_c10d_functional::")  # they start a collective or wait for one
 _WORKS = "aten::"  # operators that compute for as long as they are open
-_ANNOTATION = KINDS.index("annotation")
-_COMM = KINDS.index("comm")
-_COMPUTE = KINDS.index("compute")
+Kind = IntEnum("Kind", KINDS, start=0)  # codes of the kinds of rows
 
 
 def classify_cpu(columns: EventColumns, kind: np.ndarray, comm: np.ndarray) -> None:
@@ -29,8 +29,8 @@ def classify_cpu(columns: EventColumns, kind: np.ndarray, comm: np.ndarray) -> N
     that a kind of communication names.
     """
     is_operator = np.isin(np.array(columns.categories, dtype=object), _OPERATOR)
-    operator = is_operator[columns.category] & (kind != _ANNOTATION)
-    kind[comm] = _COMM
+    operator = is_operator[columns.category] & (kind != Kind.annotation)
+    kind[comm] = Kind.comm
     # on a thread that calls c10d, an annotation of communication is the span of an
     # asynchronous send or receive, in flight beside the operators: nothing is inside it
     calls_c10d = operator & begins(columns, _CALLS[0])
@@ -50,7 +50,7 @@ def classify_cpu(columns: EventColumns, kind: np.ndarray, comm: np.ndarray) -> N
     split = (waiting_inside > 0) & ~calls
     compute = ~(split | calls | annotation | nest.within(~split))
     computing = nest.rows[compute]
-    kind[computing] = _COMPUTE
+    kind[computing] = Kind.compute
 
 
 def begins(columns: EventColumns, *prefixes: str) -> np.ndarray:

@@ -168,7 +168,7 @@ def _of_packets(trace, data, codes):
     args = [_with_annotation(each) if each.annotation else each for each in args]
     columns["stream"] = _streams(columns["stream"])
     columns["size_bytes"] = np.full(count, np.nan)
-    columns["group"] = np.zeros(count, dtype=np.int32)
+    columns["group"] = np.zeros(count, dtype="int32")
     columns["size_bytes"][noted], columns["group"][noted] = _notes(args, codes["group"])
     columns = {key: values[sound] for key, values in columns.items()}
     labels = {"name": texts, "category": texts, "thread": list(packets.threads)}
@@ -264,13 +264,13 @@ def _streams(streams):
     """
     lower_bits = streams % 2**31
     small = np.where(streams < 2**31, np.maximum(streams, -1), lower_bits)
-    return small.astype(np.int32)
+    return small.astype("int32")
 
 
 def _notes(args, groups):
     """Sizes in bytes (n,) and codes of groups (n,), of the few events that tell them."""
     sizes = np.full(len(args), np.nan)
-    codes = np.zeros(len(args), dtype=np.int32)
+    codes = np.zeros(len(args), dtype="int32")
     with_notes = [
         row
         for row, a in enumerate(args)

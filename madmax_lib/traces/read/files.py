@@ -32,7 +32,7 @@ def find_traces(
     Raises FileNotFoundError for what is not there, ValueError for an empty directory or
     list and an unknown iteration.
     """
-    if isinstance(source, (list, tuple)):
+    if isinstance(source, list | tuple):
         if not source:
             raise ValueError("no trace files in an empty list")
         return [path for item in source for path in find_traces(item, iteration)]

@@ -114,7 +114,7 @@ def _file(path, timeline):
         end_ns = (spans["start_ns"] + spans["dur_ns"]).max()
     # the process of the busiest host thread: stream -1 is thread 0 of the provenance
     on_host = (spans["kind"] == "cpu") & (spans["stream"] < 0)
-    thread = -1 - spans["stream"].to_numpy()[on_host]
+    thread = -1 - spans["stream"][on_host]
     threads = meta.provenance.get("threads", {}).get(str(rank), [])
     process = ""
     if len(thread) and threads:

@@ -41,7 +41,7 @@ def written_names(spans: pd.DataFrame, on_device: bool) -> np.ndarray:
     kinds = spans["kind"].cat.categories
     # a million spans have some hundred pairs of name and kind: one code for each pair,
     # (n,) the number of its pair
-    codes = spans["name"].cat.codes.to_numpy().astype(np.int64) * len(KINDS)
+    codes = spans["name"].cat.codes.to_numpy().astype("int64") * len(KINDS)
     codes += spans["kind"].cat.codes.to_numpy()
     codes, pair = np.unique(codes, return_inverse=True)
     labels = []

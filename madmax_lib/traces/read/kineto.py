@@ -64,7 +64,7 @@ def read_trace(
     if reader:
         return cut_by_pattern(_read_others(reader, paths, hta_compatible, kinds))
     read = partial(_read_one, hta=hta_compatible, user_kinds=kinds)
-    listed = isinstance(source, (list, tuple))
+    listed = isinstance(source, list | tuple)
     folder = None if listed else Path(source).expanduser()
     # or in an archive
     in_folder = folder is not None and folder.exists() and paths != [folder]
@@ -165,5 +165,5 @@ def _side_tables(path, sha256, rank):
 
 
 def _with_provenance(timeline, side_tables, **more):
-    meta = replace(timeline.meta, provenance={**timeline.meta.provenance, **more})
+    meta = replace(timeline.meta, provenance=timeline.meta.provenance | more)
     return replace(timeline, meta=meta, side_tables=side_tables)

@@ -22,7 +22,7 @@ class Nest:
     """
 
     def __init__(self, spans: pd.DataFrame, rows: np.ndarray, *, closed=False):
-        rows = np.asarray(rows, dtype=np.int64)
+        rows = np.asarray(rows, dtype="int64")
         thread = thread_of(spans)[rows]
         start = spans["start_ns"].to_numpy()[rows]
         duration = spans["dur_ns"].to_numpy()[rows]
@@ -65,7 +65,7 @@ class Nest:
         )
         if values.dtype.kind == "f":
             return total
-        return total.astype(np.int64)
+        return total.astype("int64")
 
     def inclusive(self, values: np.ndarray) -> np.ndarray:
         """Values (n,) of each span with those inside of it."""
@@ -74,14 +74,16 @@ class Nest:
         until_stop = running[self._stop]
         return until_stop - running[:-1]
 
-    def within(self, outer: np.ndarray, names: np.ndarray | None = None) -> np.ndarray:
-        """Mask (n,) of the spans inside of an outer one (mask), of their own name if
-        names are given.
+    def within(
+        self, outer: np.ndarray | bool, names: np.ndarray | None = None
+    ) -> np.ndarray:
+        """Mask (n,) of the spans inside of an outer one (a mask, or True for any), of
+        their own name if names are given.
         """
         keys = [self.thread] if names is None else [self.thread, names]
         # a span is inside if an outer one of the same keys that begins earlier ends
         # after it has begun: the running maximum of their ends, without the span itself
-        never = np.iinfo(np.int64).min
+        never = np.iinfo("int64").min
         ends = pd.Series(np.where(outer, self.end, never))
         of_keys = ends.groupby(keys, sort=False)
         latest_end = of_keys.cummax().groupby(keys, sort=False)
@@ -98,7 +100,7 @@ class Nest:
         times = np.r_[self.start, time_ns]
         threads = np.r_[self.thread, thread]
         order = np.lexsort((last, times, threads))
-        count = np.empty(len(order), dtype=np.int64)
+        count = np.empty(len(order), dtype="int64")
         count[order] = np.cumsum(~is_query[order])
         return count[spans:]
 
@@ -118,6 +120,6 @@ class Nest:
 def thread_of(spans: pd.DataFrame) -> np.ndarray:
     """One number (n,) for rank and stream of each span."""
     # both are int32: the rank takes the upper half of 64 bits
-    rank = spans["rank"].to_numpy().astype(np.int64)
+    rank = spans["rank"].to_numpy().astype("int64")
     stream = spans["stream"].to_numpy()
     return rank * 2**32 + stream

@@ -38,7 +38,7 @@ def cut_by_pattern(timeline: Timeline) -> Timeline:
         return timeline
     if any(step_spans(spans.iloc[rows]) is not None for rows in ranks.values()):
         return timeline
-    step = np.zeros(len(spans), dtype=np.int32)
+    step = np.zeros(len(spans), dtype="int32")
     for rows in ranks.values():
         step[rows] = _steps(spans.iloc[rows])
     # the number of the last step of each rank
@@ -49,9 +49,7 @@ def cut_by_pattern(timeline: Timeline) -> Timeline:
         f"no step marks: {last.pop() + 1} steps found by the pattern of their kernels"
     )
     warnings.warn(text, TraceWarning, stacklevel=3)  # the line that called read_trace
-    meta = replace(
-        timeline.meta, provenance={**timeline.meta.provenance, "steps": text}
-    )
+    meta = replace(timeline.meta, provenance=timeline.meta.provenance | {"steps": text})
     return replace(timeline, spans=spans.assign(step=step), meta=meta)
 
 
@@ -67,7 +65,7 @@ def _steps(spans):
     for positions in _recurring(codes) if is_optimizer.any() else ():
         begin_ns = _begins_ns(spans, rows, positions)
         if len(rows) - positions[-1] >= _WHOLE * np.median(np.diff(positions)):
-            begin_ns = np.append(begin_ns, np.iinfo(np.int64).max)
+            begin_ns = np.append(begin_ns, np.iinfo("int64").max)
         piece = assign_steps(spans, _marks(begin_ns))[is_optimizer]
         # a step ends with each piece in which the optimizer runs: one, or a micro-batch
         last = np.unique(piece[piece >= 0])
@@ -78,7 +76,7 @@ def _steps(spans):
             last = last[1:] - last[0] - 1
         if len(last) >= _LEAST and np.ptp(pieces) == 0:
             return assign_steps(spans, _marks(begin_ns[np.r_[0, last + 1]]))
-    return np.zeros(len(spans), dtype=np.int32)
+    return np.zeros(len(spans), dtype="int32")
 
 
 def _marks(begin_ns):
@@ -91,15 +89,15 @@ def _sequence(spans):
     """Rows of the busiest compute stream that were launched in the recording, of all
     operators where the host computes, in order of time.
     """
-    compute = (spans["kind"] == "compute").to_numpy()
+    compute = spans["kind"] == "compute"
     stream = spans["stream"]
-    device = compute & (stream >= 0).to_numpy()
+    device = compute & (stream >= 0)
     if device.any():
         compute = device
         busy_ns = spans["dur_ns"][device].groupby(stream[device]).sum()
-        compute = device & (stream == busy_ns.idxmax()).to_numpy()
+        compute = device & (stream == busy_ns.idxmax())
         launched = compute & spans["correlation"].isin(_launches(spans).index)
-        compute = launched.to_numpy() if launched.any() else compute
+        compute = launched if launched.any() else compute
     rows = np.flatnonzero(compute)
     return rows[np.argsort(spans["start_ns"].to_numpy()[rows], kind="stable")]
 
@@ -118,7 +116,7 @@ def _recurring(names):
     base = int(names.max(initial=0)) + 1
     count = max(len(names) - _GRAM + 1, 0)
     grams = sum(
-        base**digit * names[digit : digit + count].astype(np.int64)
+        base**digit * names[digit : digit + count].astype("int64")
         for digit in range(_GRAM)
     )
     at = pd.DataFrame({"gram": grams, "at": np.arange(count)})

@@ -131,7 +131,7 @@ def _bounds(raw, data):
     if end < size:
         raw.damage = raw.damage or _DAMAGE
     # (2 packets,) begins and ends by turns
-    return np.array(bounds, dtype=np.int64).reshape(-1, 2).T
+    return np.array(bounds, dtype="int64").reshape(-1, 2).T
 
 
 def _unpacked(packets, bounds, compressed):
@@ -166,7 +166,7 @@ class _Table:
         sought = self._frame(scope, number, packet)
         rows = pd.merge_asof(sought, self.rows, on="packet", by="key")
         value = rows["value"].to_numpy()
-        return np.where(np.isnan(value), default, value).astype(np.int64)
+        return np.where(np.isnan(value), default, value).astype("int64")
 
 
 class Packets:
@@ -466,5 +466,5 @@ def _pairs(kind, track, time_ns):
         elif open_marks[of_track]:
             pairs.append((open_marks[of_track].pop(), mark))
     # (pairs, 2), also where there are none
-    more = np.array(pairs, dtype=np.int64).reshape(-1, 2)
+    more = np.array(pairs, dtype="int64").reshape(-1, 2)
     return np.append(begins, more[:, 0]), np.append(ends, more[:, 1])

@@ -4,28 +4,25 @@ a timeline's origin.
 The PyTorch profiler's JSON is told by its content, whatever the file is called. A reader
 of another format is a row of _READERS; its module is loaded when one of its files is
 read, so that it can be taken off.
+
+Keys of `Timeline.meta.provenance` that readers set, every one of them the first four;
+ranks are keys as text, as in JSON:
+
+rules        "exact"; "hta": rows, kinds and times as HTA 0.5.0 has them
+files        by rank: name and sha256 of its file
+threads      by rank: "pid 7 tid 9" of streams -1, -2, ...
+warnings     by rank: what is missing, damaged or ambiguous
+hosts        by rank: name of its machine
+damaged      by rank: why its file ends early
+collectives  by name of a span: what a user's table says it is
+unread       by name of a file that was left out: the reason
+steps        how many were found by their pattern; absent where steps are marked
 """
 
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple, TypedDict
-
-
-class Provenance(TypedDict, total=False):
-    """Keys of `Timeline.meta.provenance` that readers set. Ranks are keys as text, as
-    in JSON. Every reader sets the first four.
-    """
-
-    rules: str  # "exact"; "hta": rows, kinds and times as HTA 0.5.0 has them
-    files: dict[str, dict[str, str]]  # by rank: name and sha256 of its file
-    threads: dict[str, list[str]]  # by rank: "pid 7 tid 9" of streams -1, -2, ...
-    warnings: dict[str, list[str]]  # by rank: what is missing, damaged or ambiguous
-    hosts: dict[str, str]  # by rank: name of its machine
-    damaged: dict[str, str]  # by rank: why its file ends early
-    collectives: dict[str, str]  # by name of a span: what a user's table says it is
-    unread: dict[str, str]  # by name of a file that was left out: the reason
-    steps: str  # how many were found by their pattern; absent where steps are marked
+from typing import NamedTuple
 
 
 class Reader(NamedTuple):

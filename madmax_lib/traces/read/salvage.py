@@ -196,7 +196,7 @@ def _valid(decoder, text):
 
 
 @functools.cache
-def _exact_decoder(events: type):
+def _exact_decoder(events):
     return msgspec.json.Decoder(events, float_hook=EXACT)
 
 

@@ -8,7 +8,6 @@ A second pass over the file with every field, made when an analysis first asks
 import contextlib
 import json
 import re
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -265,7 +264,7 @@ def _memory(events, exact, threads, rank):
 
 def _number(value):
     # Kineto's and cuspy's counters have their value under an empty key; others' none
-    return float(value) if isinstance(value, (int, float)) else np.nan
+    return float(value) if isinstance(value, int | float) else np.nan
 
 
 def _texts(values):
@@ -284,7 +283,7 @@ def _texts(values):
 
 _NO_ARGS = _FullArgs()
 # columns of text, made of the values of their rows
-_TEXTS: dict[str, Callable[[list], list]] = {
+_TEXTS = {
     "collective": lambda values: [_collective(str(value)) for value in values],
     "dtype": lambda values: [str(value or "").lower() for value in values],
     **dict.fromkeys(("ranks", "in_splits", "out_splits"), _listed),
@@ -293,7 +292,7 @@ _TEXTS: dict[str, Callable[[list], list]] = {
 
 
 # columns that are JSON already, or lists, in an event's args; others are plain words
-_WRITTEN: dict[str, Callable[[str], str]] = {
+_WRITTEN = {
     **dict.fromkeys(("shapes", "types", "strides", "inputs"), str),
     **dict.fromkeys(("in_splits", "out_splits"), '"[{}]"'.format),
 }

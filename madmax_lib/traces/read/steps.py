@@ -34,12 +34,12 @@ def assign_steps(spans: pd.DataFrame, steps: np.ndarray | None = None) -> np.nda
 
     steps: as `step_spans` gives them, which is the default.
     """
-    if not len(spans):
-        return np.zeros(0, dtype=np.int32)
+    if spans.empty:
+        return np.zeros(0, dtype="int32")
     steps = step_spans(spans) if steps is None else steps
     if steps is None:
-        return np.zeros(len(spans), dtype=np.int32)
-    step = _by_time(spans["start_ns"].to_numpy(), steps)
+        return np.zeros(len(spans), dtype="int32")
+    step = _by_time(spans["start_ns"], steps)
     stream = spans["stream"].to_numpy()
     correlation = spans["correlation"].to_numpy()
     launches = np.flatnonzero((stream < 0) & (correlation >= 0))
@@ -102,19 +102,19 @@ def step_spans(spans: pd.DataFrame) -> np.ndarray | None:
     """
     annotations = spans[(spans["kind"] == "annotation") & (spans["stream"] < 0)]
     names = annotations["name"].cat.categories
-    if not len(annotations):
+    if annotations.empty:
         return None
     for pattern in (_PROFILER_STEP, _ITERATION, *_SERVED):
         # number of each name, -1 for those that are no step; each name is searched once
-        number = np.full(len(names), -1, dtype=np.int64)
+        number = np.full(len(names), -1, dtype="int64")
         for code, name in enumerate(names):
             if match := pattern.search(name):
                 number[code] = int(match[1] or 0)
-        of_row = number[annotations["name"].cat.codes.to_numpy()]
+        of_row = number[annotations["name"].cat.codes]
         is_step = of_row >= 0
         if is_step.any():
-            start = annotations["start_ns"].to_numpy()[is_step]
-            end = start + annotations["dur_ns"].to_numpy()[is_step]
+            start = annotations["start_ns"][is_step]
+            end = start + annotations["dur_ns"][is_step]
             table = np.stack([start, end, of_row[is_step]], axis=1)
             table = table[np.argsort(start, kind="stable")]
             if pattern in _SERVED:  # their names have no number of the batch
@@ -127,8 +127,8 @@ def _by_time(start_ns, steps):
     """Step number (n,) int32 at each time, -1 outside of all."""
     # the last step that has begun; before the first, -1 takes the appended item: number
     # -1, end 0. int32, because there are as many as spans
-    index = np.searchsorted(steps[:, 0], start_ns, side="right").astype(np.int32) - 1
-    number = np.append(steps[:, 2], -1).astype(np.int32)[index]
+    index = np.searchsorted(steps[:, 0], start_ns, side="right").astype("int32") - 1
+    number = np.append(steps[:, 2], -1).astype("int32")[index]
     end_ns = np.append(steps[:, 1], 0)[index]
     number[start_ns >= end_ns] = -1
     return number

@@ -15,7 +15,7 @@ import pandas as pd
 
 from madmax_lib.timeline.kinds import kernel_kinds, load_kinds, own_collectives
 from madmax_lib.timeline.timeline import BUSY_KINDS, KINDS, Meta, Timeline
-from madmax_lib.traces.read.cpu_kinds import begins, classify_cpu
+from madmax_lib.traces.read.cpu_kinds import Kind, begins, classify_cpu
 from madmax_lib.traces.read.event_columns import read_columns
 from madmax_lib.traces.read.events import SOURCE_KEY
 from madmax_lib.traces.read.files import rank_in_name
@@ -24,6 +24,7 @@ from madmax_lib.traces.read.steps import assign_steps
 
 _COPY = ("gpu_memcpy", "gpu_memset", "memcpy", "memset")
 _DEVICE = ("kernel", "mtia_ccp_events", *_COPY)
+_BUSY = [Kind[each] for each in BUSY_KINDS]
 _ANNOTATION = ("user_annotation", "gpu_user_annotation")
 # September 2001: a time beyond it is counted from 1970, also without
 # baseTimeNanoseconds; one that counts from the start of a machine would need 31 years
@@ -47,7 +48,7 @@ def read_file(
         # without the path, which may be another when the cache gives the timeline
         texts = [str(each.message).removeprefix(f"{path}: ") for each in caught]
         more["warnings"] = {rank: texts}
-    return Timeline(spans, replace(meta, provenance={**meta.provenance, **more}))
+    return Timeline(spans, replace(meta, provenance=meta.provenance | more))
 
 
 def _read(path, hta, user_kinds):
@@ -125,13 +126,13 @@ def _spans(columns, trace, rank, hta, table):
     # group code 0 is none, which a Categorical writes as -1
     group = pd.Categorical.from_codes(columns.group - 1, columns.groups[1:])
     spans = {
-        "rank": np.full(len(columns), rank, dtype=np.int32),
+        "rank": np.full(len(columns), rank, dtype="int32"),
         "stream": stream,
         "kind": pd.Categorical.from_codes(kind, KINDS),
         "name": names[columns.name],
         "start_ns": start_ns,
         "dur_ns": dur_ns,
-        "step": np.full(len(columns), -1, dtype=np.int32),
+        "step": np.full(len(columns), -1, dtype="int32"),
         "correlation": columns.correlation,
         "op": columns.op,
         "group": group,
@@ -154,9 +155,7 @@ def _cut_at_next(
     and ends where the next begins; shorter overlaps are real (programmatic dependent
     launch) or jitter (graph replays). [TraceLens issue 669, pytorch issue 168296]
     """
-    busy = np.flatnonzero(
-        np.isin(kind, [KINDS.index(each) for each in BUSY_KINDS]) & (stream >= 0)
-    )
+    busy = np.flatnonzero(np.isin(kind, _BUSY) & (stream >= 0))
     order = busy[np.lexsort((start_ns[busy], stream[busy]))]
     row, after = order[:-1], order[1:]
     overlap_ns = start_ns[row] + dur_ns[row] - start_ns[after]
@@ -177,8 +176,8 @@ def _cut_at_next(
 
 def _warn_of_absence(columns, trace, kind, stream):
     """Warn where a device was at work, or something was, and no row tells."""
-    busy = np.isin(kind, [KINDS.index(each) for each in BUSY_KINDS])
-    annotated = kind == KINDS.index("annotation")
+    busy = np.isin(kind, _BUSY)
+    annotated = kind == Kind.annotation
     left_out = ""
     if trace.nameless:
         left_out = f"; {trace.nameless} rows without a category are left out"
@@ -208,16 +207,16 @@ def _exact_kinds(columns, table):
     annotations and operators.
     """
     category = np.array(columns.categories, dtype=object)
-    of_category = np.full(len(category), KINDS.index("cpu"), dtype=np.int8)
-    of_category[np.isin(category, _ANNOTATION)] = KINDS.index("annotation")
-    of_category[category == "cuda_sync"] = KINDS.index("idle")
+    of_category = np.full(len(category), Kind.cpu, dtype="int8")
+    of_category[np.isin(category, _ANNOTATION)] = Kind.annotation
+    of_category[category == "cuda_sync"] = Kind.idle
     on_device = np.isin(category, _DEVICE)
     copies = np.isin(category, _COPY)
     has_stream = on_device | np.isin(category, ("cuda_sync", "gpu_user_annotation"))
     # categories have few values: (categories,) flags become (n,) by indexing
     kind = of_category[columns.category]
     # the category of steps is that of operators until 2021 and in torch_npu
-    kind[begins(columns, "ProfilerStep")] = KINDS.index("annotation")
+    kind[begins(columns, "ProfilerStep")] = Kind.annotation
     stream = np.where(columns.stream >= 0, columns.stream, _stream_of_thread(columns))
     stream = np.where(has_stream[columns.category], stream, -1 - columns.thread)
     device = on_device[columns.category]
@@ -225,14 +224,14 @@ def _exact_kinds(columns, table):
         kind[device] = _kind_of_name(columns, device, "exact", table)
         # a copy whose name says nothing is told by its category
         is_copy = copies[columns.category]
-        kind[is_copy & (kind == KINDS.index("compute"))] = KINDS.index("memcpy")
+        kind[is_copy & (kind == Kind.compute)] = Kind.memcpy
         # copy engines exchange where a copy has a group: NCCL's collectives without
         # kernels
-        kind[is_copy & (columns.group > 0)] = KINDS.index("comm")
+        kind[is_copy & (columns.group > 0)] = Kind.comm
     else:
-        comm = kind == KINDS.index("annotation")
+        comm = kind == Kind.annotation
         of_name = _kind_of_name(columns, comm, "annotation", table)
-        comm[comm] = of_name == KINDS.index("comm")
+        comm[comm] = of_name == Kind.comm
         classify_cpu(columns, kind, comm)
     return kind, stream
 
@@ -242,9 +241,9 @@ def _hta_kinds(columns, table):
     the device.
     """
     device = columns.stream >= 0
-    kind = np.full(len(columns), KINDS.index("cpu"), dtype=np.int8)
+    kind = np.full(len(columns), Kind.cpu, dtype="int8")
     of_category = np.isin(np.array(columns.categories, dtype=object), _ANNOTATION)
-    kind[of_category[columns.category]] = KINDS.index("annotation")
+    kind[of_category[columns.category]] = Kind.annotation
     if device.any():
         kind[device] = _kind_of_name(columns, device, "hta", table)
     return kind, np.where(device, columns.stream, -1 - columns.thread)
@@ -256,8 +255,8 @@ def _kind_of_name(columns, rows, rules, table):
     codes = np.flatnonzero(np.bincount(names, minlength=len(columns.names)))
     texts = [columns.names[code] for code in codes]
     kinds = kernel_kinds(texts, rules=rules, table=table)
-    of_name = np.zeros(len(columns.names), dtype=np.int8)
-    of_name[codes] = [KINDS.index(kind) for kind in kinds]
+    of_name = np.zeros(len(columns.names), dtype="int8")
+    of_name[codes] = [Kind[kind] for kind in kinds]
     return of_name[names]
 
 
@@ -270,8 +269,8 @@ def _hta_times(columns):
     # the floats of the file's decimals, whose sum is rounded; ns would not fit into one
     whole_us, ns = np.divmod(columns.start_ns, 1000)
     start_us = whole_us + ns / 1000
-    end_us = np.floor(start_us + columns.dur_ns / 1000).astype(np.int64)
-    start_us = np.ceil(start_us).astype(np.int64)
+    end_us = np.floor(start_us + columns.dur_ns / 1000).astype("int64")
+    start_us = np.ceil(start_us).astype("int64")
     return start_us * 1000, (end_us - start_us) * 1000
 
 
@@ -279,7 +278,7 @@ def _stream_of_thread(columns):
     """Stream of device rows whose args have none: Kineto shows a stream as thread, as a
     number or as `stream 7`.
     """
-    streams = np.zeros(len(columns.threads), dtype=np.int32)
+    streams = np.zeros(len(columns.threads), dtype="int32")
     for thread, (_, tid) in enumerate(columns.threads):
         # up to nine digits fit into int32; -7 is no stream
         digits = re.search(r"(?<![-\d])\d{1,9}$", str(tid))

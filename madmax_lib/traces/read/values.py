@@ -35,16 +35,16 @@ def nanoseconds(us: list, exact: bool) -> tuple[np.ndarray, np.ndarray]:
     types = set(map(type, us))
     with contextlib.suppress(OverflowError):  # an integer of many digits
         if types <= {int}:
-            values = np.fromiter(us, dtype=np.int64, count=len(us))
+            values = np.fromiter(us, dtype="int64", count=len(us))
             if -FAR_US < values.min(initial=0) <= values.max(initial=0) < FAR_US:
                 return values * 1000, np.ones(len(us), dtype=bool)
         elif types <= {int, float} and not exact:
-            values = np.fromiter(us, dtype=np.float64, count=len(us))
+            values = np.fromiter(us, dtype="float64", count=len(us))
             if np.abs(values).max() >= _FLOAT_IS_EXACT_US:
                 raise NeedsDecimal
             whole_us = np.floor(values)
-            decimals_ns = np.rint((values - whole_us) * 1000).astype(np.int64)
-            ns = whole_us.astype(np.int64) * 1000 + decimals_ns
+            decimals_ns = np.rint((values - whole_us) * 1000).astype("int64")
+            ns = whole_us.astype("int64") * 1000 + decimals_ns
             return ns, np.ones(len(us), dtype=bool)
     if not exact and any(
         isinstance(value, float) and abs(value) >= _FLOAT_IS_EXACT_US for value in us
@@ -53,7 +53,7 @@ def nanoseconds(us: list, exact: bool) -> tuple[np.ndarray, np.ndarray]:
     # text or many digits: one by one, as decimals
     converted = [_decimal_ns(value) for value in us]
     sound = np.array([ns is not None for ns in converted], dtype=bool)
-    return np.array([ns or 0 for ns in converted], dtype=np.int64), sound
+    return np.array([ns or 0 for ns in converted], dtype="int64"), sound
 
 
 def _decimal_ns(us):
@@ -73,10 +73,10 @@ def integers(values: list, missing: int = -1) -> np.ndarray:
     numbers = None
     with contextlib.suppress(ValueError, TypeError, OverflowError):
         plain = [missing if value is None else value for value in values]
-        numbers = np.array(plain, dtype=np.int64)
+        numbers = np.array(plain, dtype="int64")
     # lists among the values would make it (n, k)
     if numbers is None or numbers.shape != (len(values),):
-        numbers = np.array([integer(value, missing) for value in values], np.int64)
+        numbers = np.array([integer(value, missing) for value in values], "int64")
     return numbers
 
 
@@ -141,10 +141,10 @@ class Codes(dict):
         """Codes (n,) int32 of values; what cannot be a key counts as its text."""
         try:
             return np.fromiter(
-                map(self.__getitem__, values), dtype=np.int32, count=len(values)
+                map(self.__getitem__, values), dtype="int32", count=len(values)
             )
         except TypeError:  # a name or thread that is a list
-            return np.array([self[_key(value)] for value in values], dtype=np.int32)
+            return np.array([self[_key(value)] for value in values], dtype="int32")
 
     def number(self, value) -> int:
         """Code of a value that may not be there, then -1."""

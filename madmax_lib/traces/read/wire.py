@@ -4,8 +4,6 @@ A field is a key (its number, and how its value ends) and a value. Messages are 
 side by side: the first field of each, then the second, as long as any has more.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pyarrow as pa
 
@@ -55,7 +53,7 @@ class Messages:
         self.owner, self.key, self.value, self.begin = columns
 
     def _walk(self, owner, at, end):
-        data = np.frombuffer(self.data, dtype=np.uint8)
+        data = np.frombuffer(self.data, dtype="uint8")
         while len(going := np.flatnonzero(at < end)):
             owner = owner[going]
             end = end[going]
@@ -79,7 +77,7 @@ class Messages:
         """(n,) first field of a number in each message, 0 for none."""
         # later fields of a message stand behind earlier ones
         fields = np.flatnonzero(self.key == number << 3 | wire)[::-1]
-        first = np.zeros(len(self), dtype=np.int64)
+        first = np.zeros(len(self), dtype="int64")
         first[self.owner[fields]] = fields  # of several the last one stays
         return first
 
@@ -118,17 +116,17 @@ class Messages:
         code, texts = self.texts(number)
         return np.array(texts, dtype=object)[code]
 
-    def inside(self, number: int) -> Messages:
+    def inside(self, number: int) -> "Messages":
         """Messages that a field holds, of several in a message all."""
         fields = np.flatnonzero(self.key == number << 3 | BYTES)
         fields = fields[np.argsort(self.owner[fields], kind="stable")]
         return self._messages(fields, self.owner[fields])
 
-    def one(self, number: int) -> Messages:
+    def one(self, number: int) -> "Messages":
         """(n,) first message that a field holds, an empty one for none."""
         return self._messages(self.first(number, BYTES), np.arange(len(self)))
 
-    def only(self, wanted: np.ndarray) -> Messages:
+    def only(self, wanted: np.ndarray) -> "Messages":
         """Some of the messages."""
         bounds = self.bounds[:, wanted]
         packet = self.packet[wanted]
@@ -142,7 +140,7 @@ class Messages:
 
 def varints(data: np.ndarray, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Numbers (n,) that begin at some bytes, and the bytes (n,) after them."""
-    value = data[at].astype(np.int64)
+    value = data[at].astype("int64")
     at = at + 1
     long = np.flatnonzero(value > 127)
     value[long] &= 127
@@ -150,7 +148,7 @@ def varints(data: np.ndarray, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     for shift in range(7, 70, 7):
         if not len(long):
             break
-        byte = data[at[long]].astype(np.int64)
+        byte = data[at[long]].astype("int64")
         value[long] |= (byte & 127) << shift
         at[long] += 1
         long = long[byte > 127]

@@ -108,7 +108,7 @@ def dependency_graph(timeline: Timeline, keep: np.ndarray | None = None) -> Grap
         meeting = len(time_ns) + meetings.number
         edges.append(("collective", start_of(meetings.first), meeting))
         edges.append(("collective", meeting, end_of(meetings.last)))
-        time_ns = np.concatenate([time_ns, meetings.time_ns])
+        time_ns = np.r_[time_ns, meetings.time_ns]
     return _sorted(slices, time_ns, edges)
 
 
@@ -416,7 +416,7 @@ def _meetings(work, message):
     first = np.r_[work.first[row], message.index]
     last = np.r_[work.last[row], message.index]
     start_ns = work.slices["start_ns"].iloc[first]
-    time_ns = start_ns.groupby(number).max().to_numpy(dtype=np.int64) - work.zero_ns
+    time_ns = start_ns.groupby(number).max().to_numpy(dtype="int64") - work.zero_ns
     return _Meetings(number, first, last, time_ns)
 
 
@@ -432,7 +432,7 @@ def _sorted(slices, time_ns, edges):
     target = target[forward]
     why = why[forward]
     # Edges in the order of their targets, the latest source first: that one decides.
-    turn = np.empty(len(time_ns), dtype=np.int64)
+    turn = np.empty(len(time_ns), dtype="int64")
     turn[np.lexsort((level, time_ns))] = np.arange(len(time_ns))
     from_ns = time_ns[source].astype(float)
     order = np.lexsort((why, -from_ns, turn[target]))
@@ -458,7 +458,7 @@ def _levels(time_ns, source, target):
     """Longest chain (events,) of edges at the same instant that leads to each event; in
     a circle it is cut, and the edge that closes it does not rise.
     """
-    level = np.zeros(len(time_ns), dtype=np.int64)
+    level = np.zeros(len(time_ns), dtype="int64")
     at_once = time_ns[source] == time_ns[target]
     before = source[at_once]
     after = target[at_once]

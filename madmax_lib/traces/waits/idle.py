@@ -41,7 +41,7 @@ def idle(timeline: Timeline, consecutive_kernel_delay_s: float = 30e-6) -> pd.Da
     lane = [work["rank"], work["stream"]]
     # End of all work before, on the same stream; before the first there is no gap.
     reach_ns = ends_ns(work).groupby(lane).cummax()
-    reach_ns = reach_ns.groupby(lane).shift(fill_value=np.iinfo(np.int64).max)
+    reach_ns = reach_ns.groupby(lane).shift(fill_value=np.iinfo("int64").max)
     gap_ns = (start_ns - reach_ns).where(start_ns > reach_ns, 0)
     short = gap_ns < consecutive_kernel_delay_s * NS_PER_S
     late = work["launch_ns"] > reach_ns
@@ -175,7 +175,7 @@ def _step_begins_ns(work, gaps):
     gap_before = dict(zip(gaps["end"], gaps["start"], strict=True))
     begins_ns = begins_ns.map(lambda ns: gap_before.get(ns, ns))
     first_ns = work["start_ns"].min()
-    if not len(begins_ns) or begins_ns.iloc[0] > first_ns:
+    if begins_ns.empty or begins_ns.iloc[0] > first_ns:
         before = pd.Series({-1: first_ns}, dtype="int64")
         begins_ns = pd.concat([before, begins_ns])
     return begins_ns

@@ -17,7 +17,7 @@ from madmax_lib.timeline import BUSY_KINDS, Timeline, cached_per_timeline, with_
 from madmax_lib.traces.read.values import recorded_codes
 
 # launch time of work without a launch: before everything
-_NO_LAUNCH_NS = np.iinfo(np.int64).min
+_NO_LAUNCH_NS = np.iinfo("int64").min
 
 
 @cached_per_timeline
@@ -31,7 +31,7 @@ def device_work(timeline: Timeline) -> pd.DataFrame:
     """
     spans = timeline.spans
     keys = ["rank", "correlation"]
-    linked = (spans["correlation"] >= 0).to_numpy()
+    linked = spans["correlation"] >= 0
     on_device = (
         (spans["stream"] >= 0)
         & spans["kind"].isin(BUSY_KINDS)
@@ -49,7 +49,7 @@ def device_work(timeline: Timeline) -> pd.DataFrame:
         .assign(row=rows)
     )
     work = work.merge(host, on=keys, how="left")
-    launched = work["launch_row"].fillna(-1).to_numpy(dtype=np.int64)
+    launched = work["launch_row"].fillna(-1).to_numpy(dtype="int64")
     start_ns = np.append(spans["start_ns"], _NO_LAUNCH_NS)  # place -1 is no launch
     work = work.assign(launch_row=launched, launch_ns=start_ns[launched])
     return work.sort_values(
@@ -74,9 +74,9 @@ def launches(timeline: Timeline) -> pd.DataFrame:
     work = work[work["launch_row"] >= 0].sort_values(
         ["launch_row", "start_ns", "row"], kind="stable"
     )
-    by_launch = work.groupby("launch_row", sort=True)["dur_ns"]
-    table = work.drop_duplicates("launch_row").reset_index(drop=True)
-    table["kernels"] = by_launch.size().to_numpy(dtype=np.int64)
+    by_launch = work.groupby("launch_row")["dur_ns"]
+    table = work.drop_duplicates("launch_row", ignore_index=True)
+    table["kernels"] = by_launch.size().to_numpy(dtype="int64")
     table["gpu_s"] = by_launch.sum().to_numpy() / NS_PER_S
     call = spans[["name", "dur_ns"]].iloc[table["launch_row"]].reset_index(drop=True)
     # From the start of the call; from its end it may be negative, when the kernel
@@ -139,7 +139,7 @@ def queue_length(timeline: Timeline, capacity: int = 1022) -> pd.DataFrame:
     queue = _queue(timeline)
     rows = []
     for (rank, stream), part in queue.groupby(["rank", "stream"]):
-        full = (part["length"] >= capacity).to_numpy()
+        full = part["length"] >= capacity
         time_ns = part["time_ns"].to_numpy()
         # A length lasts until the next change; the last one has no duration.
         full_ns = np.diff(time_ns, append=time_ns[-1:])[full].sum()
@@ -182,10 +182,10 @@ def _queue(timeline):
     leave_ns = np.maximum(work["start_ns"], work["launch_ns"])
     queue = pd.concat([enter, keys.assign(time_ns=leave_ns, enters=False, cpu_ns=0)])
     # At equal times launches come first, so that no length is negative.
-    queue = queue.assign(change=np.where(queue["enters"], 1, -1))
+    queue["change"] = np.where(queue["enters"], 1, -1)
     queue = queue.sort_values(
-        ["rank", "stream", "time_ns", "change"], ascending=[True, True, True, False]
+        ["rank", "stream", "time_ns", "change"],
+        ascending=[True, True, True, False],
+        ignore_index=True,
     )
-    return queue.assign(
-        length=queue.groupby(["rank", "stream"])["change"].cumsum()
-    ).reset_index(drop=True)
+    return queue.assign(length=queue.groupby(["rank", "stream"])["change"].cumsum())

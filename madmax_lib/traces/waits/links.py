@@ -56,7 +56,7 @@ def transfer_times(
         for each_s in (seconds, table["alone_s"])
     )
     result = own_ns.copy()
-    at = table["event"].to_numpy()
+    at = table["event"]
     # A transfer that took no time on any link takes the new price.
     scaled_ns = own_ns[at] * np.divide(
         after, before, out=np.ones(len(at)), where=before > 0
@@ -109,18 +109,18 @@ def _transfers(timeline, graph):
     table = about.reindex(graph.slices["row"].to_numpy()[ends // 2])[
         [*_KEY, "group"]
     ].assign(event=ends)
-    table = table[table["collective"].notna().to_numpy()].reset_index(drop=True)
+    table = table.dropna(subset="collective", ignore_index=True)
     # Tables of measured collectives have a message once, and no reduce.
     table["price"] = table["collective"].replace(
         {"send": "send_recv", "recv": "send_recv", "reduce": "broadcast"}
     )
-    ready = np.zeros(len(graph.time_ns), dtype=np.int64)
+    ready = np.zeros(len(graph.time_ns), dtype="int64")
     met = np.zeros(len(graph.time_ns), dtype=bool)
     of_ranks = np.isin(graph.why, ("work", "collective"))
     # A transfer can begin when the last of its ranks has come.
     np.maximum.at(ready, graph.target[of_ranks], graph.time_ns[graph.source[of_ranks]])
     met[graph.target[graph.why == "collective"]] = True
-    at = table["event"].to_numpy()
+    at = table["event"]
     alone_ns, table["run"] = _alone(
         graph.slices.iloc[at // 2], ready[at], graph.time_ns[at]
     )
@@ -164,7 +164,7 @@ def _growth(timeline, table, ranks):
     """
     world = max(timeline.meta.world_size, len(timeline.ranks))
     if ranks is None or ranks == world:
-        return np.ones(len(table), dtype=np.int64)
+        return np.ones(len(table), dtype="int64")
     if ranks < world or ranks % world:
         raise ValueError(
             f"ranks={ranks} is not a multiple of the {world} ranks of the timeline"

@@ -63,7 +63,7 @@ def operations(timeline: Timeline) -> pd.DataFrame:
     table = table.assign(
         phase=_phases(timeline, spans),
         is_call=is_call,
-        call=table["call"].fillna(-1).astype(np.int64),
+        call=table["call"].fillna(-1).astype("int64"),
         optype=table["collective"].where(has_name, kind),
     )
     # A message ends for both ranks at once: the replay needs both.

@@ -29,7 +29,7 @@ from madmax_lib.traces.waits.dependencies import (
 from madmax_lib.traces.waits.longest_path import longest_paths
 from madmax_lib.traces.waits.step_times import steps
 
-_BEYOND = np.iinfo(np.int32).max  # step of what follows all steps
+_BEYOND = np.iinfo("int32").max  # step of what follows all steps
 _ALONG = ("work", "order", "stream")  # reasons of edges along a lane
 _MOST_SPANS = 300_000  # in steps that are replayed together
 _ROUNDS = 24  # steps that are replayed until they repeat, at most
@@ -269,7 +269,7 @@ def _work_steps(timeline):
     before = lanes.ffill()
     number = before.mask(lanes.bfill().isna() & before.notna(), _BEYOND)
     number = number.where(in_order.isna(), in_order).fillna(-1)
-    return number.sort_index().to_numpy(dtype=np.int64)
+    return number.sort_index().to_numpy(dtype="int64")
 
 
 def _before(timeline, number, replayed):

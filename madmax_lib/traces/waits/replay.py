@@ -177,4 +177,4 @@ def _graph(step, before):
         edges += [(number, i, i) for i in units[unit]]
     source, target, row = zip(*edges, strict=True) if edges else ((), (), ())
     events = len(step) + len(order)
-    return StepGraph(list(source), list(target), np.array(row, dtype=np.int64), events)
+    return StepGraph(list(source), list(target), np.array(row, dtype="int64"), events)

@@ -106,16 +106,16 @@ def _cut_thread(thread):
     # The 2n events of the n spans, starts before ends, in order of time. At one instant
     # what is running ends first, inner before outer (-number); then spans start in their
     # order, and an empty one ends right after its own start (2 number, 2 number + 1).
-    times = np.concatenate([start, end])
+    times = np.r_[start, end]
     is_end = np.repeat([False, True], len(thread))
-    after_ends = np.concatenate([number >= 0, empty])
-    turn = np.concatenate([2 * number, np.where(empty, 2 * number + 1, -number)])
+    after_ends = np.r_[number >= 0, empty]
+    turn = np.r_[2 * number, np.where(empty, 2 * number + 1, -number)]
     order = np.lexsort((turn, after_ends, times))
     depth = np.cumsum(np.where(is_end[order], -1, 1))
     parent = _parents(depth[~is_end[order]])
     # Between two events runs the span that has just started, or the parent of the one
     # that has just ended.
-    inner = np.concatenate([number, parent])[order][:-1]
+    inner = np.r_[number, parent][order][:-1]
     begin = times[order][:-1]
     until = times[order][1:]
     starts = ~is_end[order][:-1]
@@ -150,4 +150,4 @@ def _inside(rows, thread, kind):
     thread = thread[thread["kind"] == kind]
     start_ns = thread["start_ns"]
     around = union(pack(start_ns, thread["end_ns"] - start_ns))
-    return rows["end_ns"].to_numpy() <= reach(around, rows["start_ns"])
+    return rows["end_ns"] <= reach(around, rows["start_ns"])

@@ -83,7 +83,7 @@ def steps(timeline: Timeline) -> pd.DataFrame:
     table[list(_PARTS)] = breakdown_of_cells(timeline, busy, cells)[list(_PARTS)]
     periods = step_periods(timeline)[["rank", "step", "period_s"]]
     table = table.merge(periods, on=["rank", "step"], how="left")
-    table = table.assign(cut=_cut(table))
+    table["cut"] = _cut(table)
     table["warmup"] = table["step"].isin(_warmup(table[~table["cut"]]))
     table["step_s"] = table["wall_s"]
     # a host may run ahead of its device, whose pace then is the step
@@ -105,7 +105,7 @@ def breakdown_of_cells(
     cell = cells.get_indexer(pd.MultiIndex.from_frame(spans[["rank", "step"]]))
     every = {number: [number] for number in range(len(cells))} or {0: [0]}
     meta = replace(timeline.meta, represents=every)
-    as_ranks = Timeline(spans.assign(rank=cell.astype(np.int32)), meta)
+    as_ranks = Timeline(spans.assign(rank=cell.astype("int32")), meta)
     return rank_breakdown(as_ranks).head(len(cells))
 
 
@@ -151,7 +151,7 @@ def only_steps(timeline: Timeline, counted: list[int]) -> Timeline:
     keep = counts | ((start_ns >= first_ns) & (end_ns <= last_ns))
     if keep.all() and counted == timeline.steps:
         return timeline
-    part = timeline.where(keep.to_numpy())
+    part = timeline.where(keep)
     step = part.spans["step"]
     return replace(
         part, spans=part.spans.assign(step=step.where(step.isin(counted), -1))
@@ -239,7 +239,7 @@ def _cut(table):
     """(n,) steps at the edge of a recording that it does not hold whole."""
     cut = np.zeros(len(table), dtype=bool)
     for _, part in table.groupby("rank"):
-        rows = part.index.to_numpy()
+        rows = part.index
         order = np.argsort(part["first_ns"].to_numpy())
         for edge in {order[0], order[-1]} if len(part) > 2 else ():
             # A cut step has less than half as many spans as the others have in the
@@ -279,7 +279,7 @@ def input_wait(timeline: Timeline) -> pd.DataFrame:
     # Names are few and spans many: the pattern is matched once per name.
     codes = np.flatnonzero(spans["name"].cat.categories.str.contains(_NEXT_BATCH))
     rows = np.flatnonzero(
-        np.isin(spans["name"].cat.codes, codes) & (spans["stream"] < 0).to_numpy()
+        np.isin(spans["name"].cat.codes, codes) & (spans["stream"] < 0)
     )
     # A label and the Python function inside of it are one wait.
     nest = Nest(spans, rows)

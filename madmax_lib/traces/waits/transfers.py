@@ -26,7 +26,7 @@ _PAUSES = r"wait|run_backward|: backward"
 _AUTOGRAD = "autograd::engine::evaluate_function"
 # of the calls of a kind must show that their thread waits for them at once
 _MOSTLY = 0.5
-_NEVER = np.iinfo(np.int64).max
+_NEVER = np.iinfo("int64").max
 
 
 def transfers(work: StepWork) -> Iterator[tuple]:
@@ -99,7 +99,7 @@ def _end_of_backward(
     that it does not wait for at once are awaited when backward has ended.
     """
     nodes = host[host["name"].str.startswith(_AUTOGRAD)]
-    if nodes.empty or not len(lane):
+    if nodes.empty or lane.empty:
         return after
     call_ns = calls["start_ns"]
     in_backward = _within(call_ns, nodes)
@@ -181,12 +181,12 @@ def pauses(
 
     A thread pauses between two slices, and in an annotation or a call that waits.
     """
-    if not len(lane):
+    if lane.empty:
         return np.full((2, len(from_ns)), -1)
     waits = lane["name"].str.contains(_PAUSES).to_numpy()
     waits = waits | spans.loc[lane["row"], "kind"].eq("annotation").to_numpy()
     end = lane["end_ns"].to_numpy()
-    at = np.searchsorted(lane["start_ns"], from_ns, side="left") - 1
+    at = np.searchsorted(lane["start_ns"], from_ns) - 1
     # The last slice that began covers the stretch, or ended before it began.
     inside = end[at] >= until_ns
     running = (end[at] >= from_ns) & ~(inside & waits[at])

@@ -233,7 +233,7 @@ def _checked(ops):
     """
     if missing := [name for name in NEEDED if name not in ops]:
         raise ValueError(f"operations lack the column(s) {', '.join(missing)}")
-    if not len(ops):
+    if ops.empty:
         raise ValueError("no operations: the timeline has no step with device work")
     ops = ops.astype({"optype": str, "start_ts": "float64", "duration": "float64"})
     if bad := (~np.isfinite(ops["start_ts"]) | ~(ops["duration"] >= 0)).sum():
@@ -241,8 +241,8 @@ def _checked(ops):
             f"{bad} operations have no finite start_ts or a negative duration"
         )
     ops = ops.sort_values(
-        ["step", "dp_rank", "stage", "rank", "optype", "seq_id"]
-    ).reset_index(drop=True)
+        ["step", "dp_rank", "stage", "rank", "optype", "seq_id"], ignore_index=True
+    )
     if "stream" in ops:
         return ops.assign(met=ops["call"])
     if unknown := sorted(set(ops["optype"]) - {*_COMPUTE, *_CALLS}):

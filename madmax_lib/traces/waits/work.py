@@ -24,7 +24,7 @@ def end_of(number: np.ndarray) -> np.ndarray:
 
 def joined_edges(parts: list[tuple]) -> tuple[np.ndarray, np.ndarray]:
     """Sources and targets of edges from several pairs of them."""
-    none = np.zeros(0, dtype=np.int64)
+    none = np.zeros(0, dtype="int64")
     sources, targets = zip((none, none), *parts, strict=True)
     return np.concatenate(sources), np.concatenate(targets)
 

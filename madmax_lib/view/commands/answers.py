@@ -19,8 +19,6 @@ and bare. Numbers have six digits, what is not finite is null. Without `--all` a
 envelope has at most 2,000 tokens, and texts in rows have at most 100 letters.
 """
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import json
@@ -64,14 +62,14 @@ class Answer:
     >>> Answer(breakdown(timeline), {"steps": 3}, passed=True)      # doctest: +SKIP
     """
 
-    table: pd.DataFrame  # `.attrs` of `with_origin` name the trace files
+    table: "pd.DataFrame"  # `.attrs` of `with_origin` name the trace files
     # headline values by name, units in the names; texts, numbers, or lists and dicts
     summary: Mapping[str, Any] = field(default_factory=dict)
     names: Sequence[str] = ()  # inputs that are no trace files: models of the catalog
     # False where a verdict or a gate failed, None where nobody can tell
     passed: bool | None = True
     # of who is late, worst first; None for commands that look for nobody
-    findings: pd.DataFrame | None = None
+    findings: "pd.DataFrame | None" = None
     # of headline values and columns, most important first, for a terminal without
     # `--all`: other values are left out, other columns where there is room; all if empty
     brief: Sequence[str] = ()
@@ -82,9 +80,18 @@ class Answer:
         return 3 if self.passed is None else int(not self.passed)
 
 
+_DATA = Path(__file__).parents[1] / "data"
+# headlines and columns that commands show: what an estimate shows in a terminal first;
+# those of a search that are worth a terminal, and that stand first there, of what beats
+# a recipe too; what an expectation compares and says, also of its nearest runs; what a
+# training is asked for, and of its best plan and first in a terminal; results of a
+# calibration; and what only the files of a bench have
+COLUMNS = json.loads((_DATA / "columns.json").read_text())
+
+
 @cache
 def _options():
-    with (Path(__file__).parents[1] / "data" / "options.csv").open() as file:
+    with (_DATA / "options.csv").open() as file:
         return list(csv.DictReader(file))
 
 
@@ -264,10 +271,10 @@ def _plain(value, letters=math.inf):
     """
     if isinstance(value, Mapping):
         return {str(name): _plain(inner, letters) for name, inner in value.items()}
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, list | tuple):
         return [_plain(inner, letters) for inner in value]
     value = value.item() if hasattr(value, "item") else value  # a number of numpy
-    if value is None or isinstance(value, (bool, int)):
+    if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, float):
         if not math.isfinite(value):
@@ -309,7 +316,7 @@ def _cell(value):
     value = _plain(value, _LETTERS)
     if value is None:
         return ""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return " ".join(str(value).split())
     return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
 

@@ -10,15 +10,11 @@ from argparse import ArgumentTypeError, BooleanOptionalAction
 from dataclasses import asdict, fields
 from pathlib import Path
 
-from madmax_lib.view.commands.answers import Answer, add_parser, envelope
+from madmax_lib.view.commands.answers import COLUMNS, Answer, add_parser, envelope
 from madmax_lib.view.commands.record import record
 
 # others are given as JSON
 _TYPES = {"int": int, "float": float, "str": str, "int | None": int}
-# columns of a bench that only its files have
-_ONLY_IN_FILES = ["machine", "threads", "low_s", "high_s", "backend"]
-_RESULTS = ["run", "strategy", "predicted_s", "measured_s", "error"]
-_RESULTS += ["inside", "predicted_exposed_comm", "measured_exposed_comm"]
 # one machine has fewer; a slip such as 10000 would start as many processes
 _MOST_RANKS = 1024
 
@@ -133,7 +129,7 @@ def _train(options):
     about["median_step_s"] = (about.pop("step_s", None) or {}).get("median")
     for name, value in about.items():
         text = f"{value:,.6g}" if isinstance(value, float) else value
-        if isinstance(text, (str, int)) and text != "":
+        if isinstance(text, str | int) and text != "":
             print(f"{name:<24}{text}")
     return status
 
@@ -204,7 +200,7 @@ def _bench(options):
         print(json.dumps({name: _records(table) for name, table in tables.items()}))
         return 0
     for table in tables.values():
-        columns = table.drop(columns=_ONLY_IN_FILES, errors="ignore")
+        columns = table.drop(columns=COLUMNS["benched"], errors="ignore")
         print(f"{columns.to_string(index=False)}\n")
     return 0
 
@@ -234,7 +230,7 @@ def _calibrate(options):
     if options.json:
         print(json.dumps(machine.provenance | {"results": _records(results)}, indent=1))
         return 0
-    columns = [name for name in _RESULTS if name in results]
+    columns = [name for name in COLUMNS["calibrated"] if name in results]
     text = results[columns].to_string(index=False, float_format="{:.3f}".format)
     lines = [text, ""] if len(results) else []
     page = f"all of it: {options.output / 'page.html'}"

@@ -4,36 +4,9 @@ training cost?
 
 from argparse import ArgumentTypeError
 
-from madmax_lib.view.commands.answers import Answer, add_command
+from madmax_lib.view.commands.answers import COLUMNS, Answer, add_command
 from madmax_lib.view.commands.step import inputs, model_of, run_of, used
 
-_MEASURED = ("step_s", "tokens_per_s", "tokens_per_s_per_device", "tflops")
-# fields of an expectation, headline first
-_VERDICT = ("verdict", "step_s", "predicted_s", "low_s", "high_s", "percentile")
-_NEAREST = [
-    "model",
-    "gpu",
-    "n_gpus",
-    "dtype",
-    "plan",
-    "mfu",
-    "over_predicted",
-    "source",
-]
-_ASKED = ("days", "devices", "sure", "plan", "usd_per_hour", "pue")
-# columns of the best plan that make headlines
-_BEST = ("devices", "plan", "stacks", "global_batch", "goodput", "in_time")
-# what a terminal shows of a training, headlines and columns
-_BRIEF = ("devices", "days", "usd", "mwh", "in_time", "global_batch", "plan")
-_BRIEF += (
-    "mfu",
-    "device_hours",
-    "device_is",
-    "narrower_is",
-    "miss_is",
-    "hint_is",
-    "price_is",
-)
 # as people write them: 300B tokens, not 300G, but both are read
 _EXPONENTS = {"K": "e3", "M": "e6", "B": "e9", "G": "e9", "T": "e12"}
 _EXPONENTS |= {",": "", "_": ""}
@@ -62,15 +35,15 @@ def _expect(options):
         cluster,
         plan,
         **run_of(options),
-        **{name: getattr(options, name) for name in _MEASURED},
+        **{name: getattr(options, name) for name in COLUMNS["measured"]},
         timeline=timeline,
         parameters=constants_of(options.cluster),  # of a machine.json its own
     )
-    about = {name: getattr(result, name) for name in _VERDICT}
+    about = {name: getattr(result, name) for name in COLUMNS["verdict"]}
     about["software"] = used(run_of(options)["software"], cluster)
     # a list, so that a program need not split the sentence
     about["reason"] = result.reason.split("; ")
-    about["nearest"] = result.nearest[_NEAREST].to_dict("records")
+    about["nearest"] = result.nearest[COLUMNS["nearest"]].to_dict("records")
     table = result.explanations
     if timeline is not None:  # then the parts of the step say more
         table = with_origin(result.parts, timeline)
@@ -86,12 +59,14 @@ def _plan(options):
     # a device alone stands for the first cluster that is made of it
     if not options.cluster:
         options.cluster = catalog.cluster_with(catalog.device(options.device))
-    asked = {name: getattr(options, name) for name in _ASKED} | run_of(options)
+    asked = {name: getattr(options, name) for name in COLUMNS["asked"]} | run_of(
+        options
+    )
     result = campaign(model_of(options), options.tokens, options.cluster, **asked)
     cluster = catalog.cluster(options.cluster)
     links = f"{cluster.intra.name} in a node, {cluster.inter.name} between nodes"
     about = {"cluster": f"{options.cluster}: {links}"}
-    about |= {name: result.best[name] for name in _BEST}
+    about |= {name: result.best[name] for name in COLUMNS["best"]}
     # each with its interval: {middle, low, high}
     ends = {"middle": "", "low": "_low", "high": "_high"}
     for name in AMOUNTS:
@@ -100,7 +75,7 @@ def _plan(options):
             about[name] = None
     about |= {f"{name}_is": words for name, words in result.notes.items()}
     table = result.table.dropna(axis=1, how="all")
-    return Answer(table, about, inputs(options), brief=_BRIEF)
+    return Answer(table, about, inputs(options), brief=COLUMNS["planned"])
 
 
 def _count(text):

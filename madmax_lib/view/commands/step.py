@@ -13,7 +13,7 @@ from madmax_lib.catalog.software import Software
 from madmax_lib.plan import Case, Plan
 from madmax_lib.plan.rules import STATED
 from madmax_lib.runs.testbed import bits_per_s
-from madmax_lib.view.commands.answers import Answer, add_command
+from madmax_lib.view.commands.answers import COLUMNS, Answer, add_command
 
 # options of every training, by the names that estimates take
 _RUN = ("global_batch", "sequence", "dtype", "software")
@@ -23,21 +23,10 @@ _COLUMNS = (
     "limit: largest parts of the step besides compute, counting only exposed "
     "communication"
 )
-# columns of an estimate that a terminal shows first, then its largest parts
-_ESTIMATED = ("plan", "step_s", "low_s", "high_s", "mfu", "tokens_per_s")
-_ESTIMATED += ("offload_s", "offload_share", "memory_bytes", "fits", "reason")
 _OF_RECIPE = (
     "saves: share of the recipe's step, saves_low and saves_high hold 90 %; "
     "probability: to be faster than the recipe; why: the part that saves most"
 )
-# columns of a search that are worth a terminal; the table has more
-_SEARCHED = ("plan", "changes", "stacks", "launched_s", "step_s", "low_s", "high_s")
-_SEARCHED += ("saves", "saves_low", "saves_high", "probability", "why", "limit")
-_SEARCHED += ("memory_bytes", "fits", "mfu", "tokens_per_s", "cost_usd", "energy_j")
-# those that a terminal shows first, of a search and of what beats a recipe
-_FOUND = ("plan", "launched_s", "step_s", "low_s", "high_s", "memory_bytes")
-_FOUND += ("probability", "mfu", "stacks")
-_BEATING = ("changes", "saves", "probability", "step_s", "fits", "plan", "mfu")
 
 
 def add(commands) -> None:
@@ -154,7 +143,7 @@ def _estimate(options):
         from madmax_lib.calibration.machine.machine import machine
 
         about["calibration"] = machine(options.cluster).verdict
-    return Answer(table, about, inputs(options), brief=[*about, *_ESTIMATED])
+    return Answer(table, about, inputs(options), brief=[*about, *COLUMNS["estimated"]])
 
 
 def _unsaid(step, plans):
@@ -195,10 +184,10 @@ def _search(options):
         about |= {"recipe": result.too_large} if result.too_large else {}
         about["columns"] = _OF_RECIPE
     asked_for = {"cost": "cost_usd", "energy": "energy_j"}.get(options.objective)
-    first = _BEATING if recipe else _FOUND
+    first = COLUMNS["beating" if recipe else "found"]
     if asked_for and not recipe:
-        first = ("plan", asked_for, *_FOUND[1:])
-    columns = [name for name in _SEARCHED if name in best]
+        first = ("plan", asked_for, *first[1:])
+    columns = [name for name in COLUMNS["searched"] if name in best]
     # the file first: a failure to write it is no half answer
     written = True
     if options.output:

@@ -2,8 +2,6 @@
 recorders.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import time
@@ -47,7 +45,7 @@ def add(commands) -> None:
         add_command(commands, answer, share=_share, steps=_span)
 
 
-def read(paths: list[str]) -> Timeline:
+def read(paths: list[str]) -> "Timeline":
     """The timeline of some paths. Raises ValueError where they hold no event."""
     timeline = traces.read_trace(paths if len(paths) > 1 else paths[0])
     if not len(timeline):

@@ -86,7 +86,7 @@ def bars(ax: Axes, lengths: pd.DataFrame | Sequence[float], **options) -> np.nda
     for column, fill in fills.items():
         length = parts[column].to_numpy(float)
         shapes = ax.barh(rows, length, height, ends)
-        one_fill = isinstance(fill, (str, dict))
+        one_fill = isinstance(fill, str | dict)
         row_fills = [fill] * len(parts) if one_fill else fill
         paints = [fill_of(each, style.source) for each in row_fills]
         for shape, paint in zip(shapes, paints, strict=True):
@@ -146,7 +146,7 @@ def thinned(table: pd.DataFrame, column: str) -> pd.DataFrame:
     """
     time_s = table["time_s"].to_numpy()
     width_s = max(time_s.max() - time_s.min(), 1e-12) / _STRETCHES
-    stretch = ((time_s - time_s.min()) / width_s).astype(np.int64)
+    stretch = ((time_s - time_s.min()) / width_s).astype("int64")
     values = table[column].reset_index(drop=True).groupby(stretch)
     numbers = pd.Series(np.arange(len(table))).groupby(stretch)
     ends = [values.idxmin(), values.idxmax(), numbers.min(), numbers.max()]

@@ -83,8 +83,8 @@ def columns(
     numbers = [start[order], (end_ns // tick_ns - start)[order], name.codes[order]]
     if hosts:
         numbers.append(_launched_at(timelines, spans, order))
-    codes = kind.set_categories(kinds).codes[order].astype(np.uint8)
-    data = [column.astype(np.int32).tobytes() for column in numbers]
+    codes = kind.set_categories(kinds).codes[order].astype("uint8")
+    data = [column.astype("int32").tobytes() for column in numbers]
     return about, b"".join([*data, codes.tobytes()])
 
 
@@ -116,7 +116,7 @@ def _placed(timeline, hosts):
         # host threads below the streams of their rank
         rows = rows.sort_values("rank", kind="stable", ignore_index=True)
         spans = pd.concat([spans, calls], ignore_index=True)
-    rows = rows.assign(place=range(len(rows)))
+    rows["place"] = range(len(rows))
     keys = ["rank", "stream", "level"]
     return _Placed(rows, spans.merge(rows[[*keys, "place"]], on=keys, how="left"))
 
@@ -128,7 +128,7 @@ def _nested(timeline):
     spans = timeline.spans
     of_host = spans["kind"].isin(_HOST) & (spans["stream"] < 0)
     nest = Nest(spans, np.flatnonzero(of_host))
-    level = np.zeros(len(nest.rows), dtype=np.int64)
+    level = np.zeros(len(nest.rows), dtype="int64")
     around = nest.parent
     # all calls climb at once, a level a turn, until none is inside of another
     while (inside := around >= 0).any():
@@ -143,12 +143,12 @@ def _launched_at(timelines, spans, order):
     # the inverse of the order: position[i] is where span i is drawn
     position = np.argsort(order)
     before = 0  # spans of the timelines before
-    launch = np.full(len(order), -1, dtype=np.int64)
+    launch = np.full(len(order), -1, dtype="int64")
     for timeline, part in zip(timelines, spans, strict=True):
         work = device_work(timeline)
         # one more, which -1 (no launch) finds at the end
-        of_row = np.full(len(timeline) + 1, -1, dtype=np.int64)
-        of_row[part["at"].to_numpy()] = position[before : before + len(part)]
-        launch[of_row[work["row"].to_numpy()]] = of_row[work["launch_row"].to_numpy()]
+        of_row = np.full(len(timeline) + 1, -1, dtype="int64")
+        of_row[part["at"]] = position[before : before + len(part)]
+        launch[of_row[work["row"]]] = of_row[work["launch_row"]]
         before += len(part)
     return launch

@@ -274,7 +274,7 @@ def _filling(plan, world_size, changes):
     where none does.
     """
     if "tp" in changes and plan.sequence_parallel == (plan.tp > 1):
-        changes = {**changes, "sequence_parallel": None}  # stays the default
+        changes = changes | {"sequence_parallel": None}  # stays the default
     # the devices of one replica, of which dp fill the cluster
     degrees = {
         name: changes.get(name, getattr(plan, name)) for name in ("tp", "pp", "cp")
@@ -417,9 +417,7 @@ class SpaceExplorer(WorkloadExplorer):
     def follow(self) -> None:
         """Bring the dots to the result."""
         points = self.points
-        chosen = int(
-            (points["plan"] == self.step.parameters["plan"]).to_numpy().argmax()
-        )
+        chosen = int((points["plan"] == self.step.parameters["plan"]).argmax())
         # the choice is an index into the points: both go out together
         with self.front.hold_sync():
             self.front.points = points.to_dict("records")

@@ -7,8 +7,6 @@ be shown (headless runs, nbconvert, GitHub, anywidget not installed) the static 
 of `plots` stands in its place.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 import math
@@ -43,7 +41,7 @@ _TIMES = {
 _MANY_RANKS = 16
 
 
-def view_timeline(*timelines: Timeline, titles: Sequence[str] = ()) -> TimelineView:
+def view_timeline(*timelines: Timeline, titles: Sequence[str] = ()) -> "TimelineView":
     """One timeline, or several stacked over one time axis (measured above simulated),
     to zoom, search and select in.
 

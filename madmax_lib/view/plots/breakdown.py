@@ -56,7 +56,7 @@ def plot_timeline(
     spans = busy_spans(spans)
     # without steps all spans have step -1
     spans = spans[spans["step"].isin(timeline.one_step(step) or [-1])]
-    if not len(spans):
+    if spans.empty:
         raise ValueError("nothing to draw: no span of kind " + ", ".join(BUSY_KINDS))
     spans = spans.assign(start_ns=spans["start_ns"] - spans["start_ns"].min())
     reach_ns = int(ends_ns(spans).max())
@@ -186,7 +186,7 @@ def plot_waiting(
 ) -> Axes:
     """Who waits for whom: rows wait, columns arrive last, of `waiting`; values in ms."""
     ranks = sorted({*table["rank"], *table["waits_for"]}) if ranks is None else ranks
-    if not len(table):
+    if table.empty:
         return empty(ax, table, "Nobody waits: no collective has two ranks here")
     if ax is None:
         ax = new_axes(height=1.4 + 0.32 * len(ranks), width=3.4 + 0.5 * len(ranks))

@@ -31,7 +31,7 @@ def plot_groups(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     counts as transfer.
     """
     top = table.head(_MOST_ROWS).reset_index(drop=True)
-    if not len(top):
+    if top.empty:
         return empty(ax, top, "No communication in this trace", table)
     wait_s = top["wait_s"].fillna(0)
     parts = pd.DataFrame({"comm": top["total_s"] - wait_s, "idle": wait_s})
@@ -71,7 +71,7 @@ def plot_bandwidth(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     reaches to the slowest rank.
     """
     points = bandwidths(table)
-    if not len(points):
+    if points.empty:
         return empty(ax, points, "No bandwidth: no call tells its size", table)
     ax = ax or new_axes(height=3.6)
     size_bytes = points["size_bytes"]

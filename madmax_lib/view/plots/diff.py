@@ -96,7 +96,7 @@ def _first_steps(a, b):
     """Name and spans, from 0, of the first pair of steps and ranks that correspond."""
     steps = align_steps(a, b)
     ranks = align_ranks(a, b)
-    if not len(steps):
+    if steps.empty:
         raise ValueError(_NOTHING)
     for name, timeline in (("a", a), ("b", b)):
         rank = ranks[f"rank_{name}"].iloc[0] if len(ranks) else timeline.ranks[0]

@@ -86,7 +86,7 @@ def plot_predicted(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """
     import seaborn  # late: it brings scipy.stats, a second of every start
 
-    pairs = table.dropna(subset=["measured_s", "predicted_s"]).reset_index(drop=True)
+    pairs = table.dropna(subset=["measured_s", "predicted_s"], ignore_index=True)
     kinds = pairs["kind"].eq("mixture").map(_MODELS)
     ax = ax or new_axes(height=5.0, width=5.6)
     if "low_s" in pairs:
@@ -139,7 +139,7 @@ def plot_errors(
     if baseline is not None:
         # in the order of the bars
         simple = baseline.reindex(error.index)
-        data = data.assign(baseline=simple.to_numpy())
+        data["baseline"] = simple.to_numpy()
         title += f", one rate per GPU by {simple.min():.0%} to {simple.max():.0%}"
         texts += simple.map("; one rate: {:.0%}".format)
     rows = []

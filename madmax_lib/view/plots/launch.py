@@ -32,7 +32,7 @@ def plot_launches(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Kernel duration over launch delay of `launches`, as counts; shaded: shorter than
     the median launch call.
     """
-    if not len(table):
+    if table.empty:
         return empty(ax, table, "No launches: no work on a device in this trace")
     ax = ax or new_axes(height=3.6, width=5.2)
     data = _launch_counts(table)
@@ -95,7 +95,7 @@ def plot_idle(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Idle time of each stream by cause, of `idle`; the streams with most idle time, at
     most 24.
     """
-    if not len(table):
+    if table.empty:
         return empty(
             ax, table, "No idle time to explain: no device stream in this trace"
         )
@@ -123,7 +123,7 @@ def plot_steps(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Parts of every step of `steps`, mean over the ranks, with its time on the host as
     a mark; warm-up is named.
     """
-    if not len(table):
+    if table.empty:
         return empty(ax, table, "No steps in this trace")
     parts = breakdown_parts(table)
     columns = [

@@ -5,8 +5,6 @@ Memory in use is purple, what is there from before the trace grey; a dark line i
 the allocator has reserved.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -51,7 +49,10 @@ class _Tables(NamedTuple):
 
 
 def plot_memory(
-    timeline: Timeline | Snapshot, ax: Axes | None = None, *, device: str | None = None
+    timeline: "Timeline | Snapshot",
+    ax: Axes | None = None,
+    *,
+    device: str | None = None,
 ) -> Axes:
     """Allocated and reserved memory of one device over time, steps marked, the peak
     labelled with its top holders.
@@ -63,7 +64,7 @@ def plot_memory(
     tables = _tables(timeline)
     peaks = _of_device(tables.peaks, device)
     series = tables.series
-    if not len(peaks) or not len(series):
+    if peaks.empty or series.empty:
         if isinstance(timeline, Timeline):
             return empty(ax, series, _NO_EVENTS, timeline)
         return empty(ax, series, _NO_HISTORY, tables.holders)
@@ -117,7 +118,7 @@ def _tables(source):
 def _of_device(table, device):
     """Rows of the devices of a name, all without one."""
     part = table if device is None else table[table["device"] == device]
-    if len(table) and not len(part):
+    if len(table) and part.empty:
         devices = ", ".join(table["device"].unique())
         raise ValueError(
             f"device {device!r} has no allocator events; there are {devices}"

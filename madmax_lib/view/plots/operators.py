@@ -74,7 +74,7 @@ def _longest(ax, rows, seconds, x):
     data = data.sort_values([seconds, "name"], ascending=[False, True])
     top = data.head(_MOST_NAMES)
     top = top[top["share"] >= _LEAST_SHARE].reset_index(drop=True)
-    if not len(top):
+    if top.empty:
         return empty(ax, top, "No device time is recorded", rows)
     counts = [plural(count, "call") for count in top["count"]]
     names = [short_name(name) for name in top["name"]]
@@ -99,7 +99,7 @@ def plot_roofline(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     Ranks together. Area: device time; colour: dtype. Only operators with FLOPs.
     """
     rows = products(table)
-    if not len(rows):
+    if rows.empty:
         return empty(ax, rows, "No operator has FLOPs: shapes were not recorded", table)
     ax = ax or new_axes(height=3.6, width=7.4)
     with_peak = rows.dropna(subset="peak_flops").drop_duplicates("dtype")

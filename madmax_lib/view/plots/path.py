@@ -34,7 +34,7 @@ def plot_path(path: pd.DataFrame, timeline: Timeline, ax: Axes | None = None) ->
     """A `critical_path` over its timeline: rows by rank and stream, the path in full
     colour, all other work pale.
     """
-    if not len(path):
+    if path.empty:
         raise ValueError("nothing to draw: the path is empty")
     # the window of the path: from its first work to the end of the step
     reach_ns = round(path.attrs["step_s"] * NS_PER_S)

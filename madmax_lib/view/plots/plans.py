@@ -2,8 +2,6 @@
 mixed fleet.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -73,7 +71,7 @@ def plot_front(pareto: pd.DataFrame, room_bytes: float, ax: Axes | None = None) 
     return finish(ax, table, title, x=x, y=y, reach=room_gib * 1.02)
 
 
-def plot_stages(planned: Planned, ax: Axes | None = None) -> Axes:
+def plot_stages(planned: "Planned", ax: Axes | None = None) -> Axes:
     """Ranks and layers of each stage: a block per stage, its colour the GPU type, mixed
     groups in two.
     """

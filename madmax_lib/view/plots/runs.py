@@ -45,7 +45,7 @@ def plot_run(run: Run, ax: Axes | None = None) -> Axes:
     Raises ValueError for a run that made no step, with its status and the error it
     ended with.
     """
-    if not len(run.steps):
+    if run.steps.empty:
         status = run.summary.get("status", "unfinished")
         error = run.summary.get("error", "")
         raise ValueError(f"{run.spec.name} made no step: {status} {error}")

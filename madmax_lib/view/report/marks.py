@@ -113,7 +113,7 @@ def table(frame: pd.DataFrame, *, most: int = 200, search: bool = False) -> str:
 
     Units follow from the names: _s seconds, _bytes, _per_s, shares.
     """
-    if not len(frame):
+    if frame.empty:
         return ""
     left_out = len(frame) - most
     frame = frame.head(most)

@@ -119,7 +119,7 @@ def _trace(timeline):
     """
     from madmax_lib.view.explore.canvas import columns  # late: a wing
 
-    if not len(busy_spans(timeline.spans)):
+    if busy_spans(timeline.spans).empty:
         return ""
     drawn = _part(timeline)
     about, data = columns([drawn], [""], hosts=True)
@@ -150,7 +150,7 @@ def _part(timeline):
         part = part.select(ranks=ranks)
     # where one rank and one step are still too many: those that start first
     order = part.spans["start_ns"].rank(method="first")
-    return part.where((order <= _SPANS).to_numpy())
+    return part.where(order <= _SPANS)
 
 
 def _drawn_text(part, timeline):
@@ -170,12 +170,12 @@ def _planes(data, count):
     first bytes, all second, ...
     """
     # four int32 columns: start, duration, name, launch; what follows is kinds, bytes
-    numbers = np.frombuffer(data[: 16 * count], np.int32).reshape(4, count).copy()
+    numbers = np.frombuffer(data[: 16 * count], "int32").reshape(4, count).copy()
     for column in (0, 3):
         numbers[column] = np.diff(numbers[column], prepend=np.int32(0))
     # (4 columns, count, 4 bytes) to (4 columns, 4 bytes, count): the high bytes of
     # neighbours are alike, and gzip finds runs of them
-    planes = numbers.view(np.uint8).reshape(4, count, 4).transpose(0, 2, 1)
+    planes = numbers.view("uint8").reshape(4, count, 4).transpose(0, 2, 1)
     return planes.tobytes() + data[16 * count :]
 
 

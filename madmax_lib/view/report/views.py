@@ -135,7 +135,7 @@ def _some(frame, key, by):
     """
     if len(frame) <= _FEW:
         return [(f"{key} {row[key]}", row) for row in frame.to_dict("records")], ""
-    order = frame.sort_values([by, key]).reset_index(drop=True)
+    order = frame.sort_values([by, key], ignore_index=True)
     # rows that lie nearest to the quantiles; two of these may be one row
     names = {round(q * (len(order) - 1)): name for q, name in _QUANTILES.items()}
     rows = [
@@ -150,7 +150,7 @@ def _some(frame, key, by):
 def advice(timeline: Timeline) -> str:
     """Causes of lost time, largest gain first."""
     causes = traces.advise(timeline).head(_MOST_CAUSES)
-    if not len(causes):
+    if causes.empty:
         return ""
     return section(
         "What to fix first",
@@ -165,7 +165,7 @@ def advice(timeline: Timeline) -> str:
 def step_view(timeline: Timeline) -> str:
     """Every step with its parts, the wait for input, and their spread."""
     every = traces.steps(timeline)
-    if not len(every) or timeline.steps == [0]:
+    if every.empty or timeline.steps == [0]:
         return ""
     waits_s = traces.input_wait(timeline).groupby(["rank", "step"])["wait_s"].sum()
     every = every.join(waits_s.rename("input_wait_s"), on=["rank", "step"])
@@ -207,7 +207,7 @@ def step_view(timeline: Timeline) -> str:
 def distributed(timeline: Timeline) -> str:
     """Each group's collectives, who waits for whom, and which ranks are late."""
     groups = traces.by_group(timeline)
-    if not len(groups):
+    if groups.empty:
         return ""
     columns = [
         "collective",
@@ -293,7 +293,7 @@ def operator_view(detail: Timeline, timeline: Timeline) -> str:
     """Operators by the shapes of their inputs, as torch.profiler's
     key_averages(group_by_input_shape=True).
     """
-    if not len(detail.side_tables["operators"]):
+    if detail.side_tables["operators"].empty:
         return ""
     ops = traces.operators(detail, by_shape=True)
     columns = ["rank"] if len(detail.ranks) > 1 else []
@@ -327,7 +327,7 @@ def kernel_view(timeline: Timeline) -> str:
 def memory(detail: Timeline, timeline: Timeline) -> str:
     """Memory over time, its peak on each rank, and who holds it there."""
     peaks = traces.peak(timeline)
-    if not len(peaks):
+    if peaks.empty:
         return ""
     # memory of the host is of interest only where there is no device
     devices = set(peaks["device"][peaks["device"].astype(str) != "cpu"])
@@ -359,7 +359,7 @@ def module_view(detail: Timeline, timeline: Timeline) -> str:
     """Modules as the model names them; they need with_stack or with_modules."""
     with warnings.catch_warnings(action="ignore"):
         rows = traces.modules(detail)
-    if not len(rows):
+    if rows.empty:
         return ""
     columns = ["rank"] if len(detail.ranks) > 1 else []
     columns += ["module", "type", "inside", "count", "device_s", "self_device_s"]
