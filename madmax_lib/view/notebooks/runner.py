@@ -12,7 +12,6 @@ import time
 import warnings
 from contextlib import contextmanager
 from pathlib import Path
-from unittest.mock import patch
 
 from madmax_lib.base.atomic import write_text
 from madmax_lib.catalog import SHIPPED
@@ -141,8 +140,7 @@ def run_notebook(
             env["MADMAX_FIGURES"] = str(
                 build / f"figures-{number}" if number > 1 else figures
             )
-        # a kernel inherits the variables of this process
-        with patch.dict(os.environ, env):
+        with _environment(env):
             error = _execute(path, output, parameters, progress)
         seconds = time.perf_counter() - started
         written = log.read_text().splitlines() if log.exists() else []
@@ -211,6 +209,18 @@ def _locked_copy(build, name):
                 pass
             yield output, number
             return
+
+
+@contextmanager
+def _environment(values):
+    # a kernel inherits the variables of this process
+    before = dict(os.environ)
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _quiet():
