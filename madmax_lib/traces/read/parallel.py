@@ -6,7 +6,6 @@ its own rank only.
 
 import contextlib
 import multiprocessing
-import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import as_completed
 from functools import partial
@@ -93,10 +92,11 @@ def _local_workers(paths):
 def _free_bytes():
     """Free memory of the machine, unlimited where it does not tell."""
     # MemAvailable counts the page cache that can be dropped; in kiB. Linux only.
-    with contextlib.suppress(OSError, TypeError):
-        text = Path("/proc/meminfo").read_text()
-        free_kib = re.search(r"MemAvailable:\s*(\d+)", text)[1]
-        return 1024.0 * int(free_kib)
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        line = next(line for line in lines if line.startswith("MemAvailable"))
+        free_kib = int(line.split()[1])
+        return 1024.0 * free_kib
     return float("inf")
 
 
