@@ -81,20 +81,25 @@ WIDTHS = [
 ]
 
 
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize(("hidden", "heads", "kv", "shown", "adapter"), WIDTHS)
-def test_narrow_products_are_of_keys_or_of_adapters(hidden, heads, kv, shown, adapter):
+def test_narrow_products_are_of_keys_or_of_adapters(
+    hidden, heads, kv, shown, adapter, recompute
+):
     """A Llama of two layers, with frozen weights where q and v have adapters."""
     width, rows, ffn = hidden // heads, 512, 3 * hidden
     weights = [(hidden, n) for n in (hidden, hidden, kv * width, kv * width)]
     weights += [(hidden, ffn), (hidden, ffn), (ffn, hidden)]
     more = [(hidden, adapter), (adapter, hidden)] * 2 if adapter else []
     more[3:] = [(adapter, kv * width)] * bool(adapter)
-    products = [(rows, *w) for w in weights + more]
+    products = [(rows, *w) for w in weights + more] * (1 + (recompute == "full"))
     products += [(rows, n, k) for k, n in weights + more]
     products += [(n, rows, k) for k, n in more or weights]
     names = ["batch", "heads", "kv_heads", "tokens", "head_dim"]
     sizes = dict(zip(names, (4, heads, shown, 128, width), strict=True))
-    attentions = pd.DataFrame([sizes] * 4).assign(rank=0, backward=[False, True] * 2)
+    passes = [False, True] if recompute == "none" else [False, False, True]
+    attentions = pd.DataFrame([sizes] * 2 * len(passes))
+    attentions = attentions.assign(rank=0, backward=passes * 2)
     seen = SimpleNamespace(
         attentions=attentions,
         products=pd.DataFrame(products * 2, columns=["m", "k", "n"]).assign(rank=0),
@@ -102,7 +107,7 @@ def test_narrow_products_are_of_keys_or_of_adapters(hidden, heads, kv, shown, ad
     )
     shapes = shapes_of(seen)
     assert (shapes.kv_heads, shapes.adapter) == (kv, adapter)
-    assert (shapes.ffn, shapes.gated, shapes.recompute) == (ffn, True, "none")
+    assert (shapes.ffn, shapes.gated, shapes.recompute) == (ffn, True, recompute)
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def shapes_of(seen: Observed) -> Shapes | None:
         # no feed-forward part has four products
         is_strange = max(inner.values(), default=0) > 3.5
         fits.append((is_strange, missed, count, len(inner), *_inner(inner)))
-    *_, count, ffn, gated = min(fits)
+    _, _, count, _, ffn, gated = min(fits)
     recompute = "none"
     if again:
         recompute = "full" if count > passes else "selective"
