@@ -29,7 +29,7 @@ from madmax_lib.planner import campaign
 
 MODELS = ["llama2-7b", "llama2-13b", "llama2-70b", "llama3-8b", "gpt3-175b"]
 CLUSTERS = ["dgx-a100", "dgx-h100"]
-DEVICES = [16 * n for n in range(1, 17)]
+DEVICES = [8 * n for n in range(1, 17)]
 BATCHES = [None, 512, 1024, 2048]
 TOKENS = [(1 + n) * 1e11 for n in range(16)]
 COLUMNS = ["devices", "plan", "step_s", "days", "days_low", "days_high", "mwh"]
