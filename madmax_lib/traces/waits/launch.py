@@ -75,7 +75,7 @@ def launches(timeline: Timeline) -> pd.DataFrame:
         ["launch_row", "start_ns", "row"], kind="stable"
     )
     by_launch = work.groupby("launch_row")["dur_ns"]
-    table = work.drop_duplicates("launch_row", ignore_index=True)
+    table = work.drop_duplicates("launch_row").reset_index(drop=True)
     table["kernels"] = by_launch.size().to_numpy(dtype="int64")
     table["gpu_s"] = by_launch.sum().to_numpy() / NS_PER_S
     call = spans[["name", "dur_ns"]].iloc[table["launch_row"]].reset_index(drop=True)

@@ -109,7 +109,7 @@ def _transfers(timeline, graph):
     table = about.reindex(graph.slices["row"].to_numpy()[ends // 2])[
         [*_KEY, "group"]
     ].assign(event=ends)
-    table = table.dropna(subset="collective", ignore_index=True)
+    table = table.dropna(subset="collective").reset_index(drop=True)
     # Tables of measured collectives have a message once, and no reduce.
     table["price"] = table["collective"].replace(
         {"send": "send_recv", "recv": "send_recv", "reduce": "broadcast"}
