@@ -73,7 +73,10 @@ def test_train_dry_takes_every_field_of_a_run_and_starts_nothing(
             "--offload 'optimizer' does not run here",
         ),
         (["gpt-tiny", "dp1", "--dtype", "int4"], "--dtype 'int4' is not one of"),
-        (["gpt-tiny", "dp2", "--speed", "0.5"], "--speed 0.5 must list a share per rank"),
+        (
+            ["gpt-tiny", "dp2", "--speed", "0.5"],
+            "--speed 0.5 must list a share per rank",
+        ),
         (
             ["gpt-tiny", "dp1", "--device", "cpu", "--dry-run", "-o", "/dev/null/run"],
             "a run needs a directory",
