@@ -28,7 +28,6 @@ _USUAL = ("1f1b", "gpipe", "zero-bubble")
 _USUAL_CHUNKS = 4  # per stage, beyond which few trainings go
 # of schedules that do not come in any number of chunks, or are run with few
 _CHUNKS = {"gpipe": [1], "zero-bubble": [1, 2], "zbv": [2], "dualpipev": [2]}
-_Counts = tuple[int, ...]
 
 
 class _Schedule(NamedTuple):
@@ -113,13 +112,13 @@ class Space:
     """
 
     # degrees
-    tp: _Counts | None = None
-    cp: _Counts | None = None
-    pp: _Counts | None = None
-    ep: _Counts | None = None
+    tp: tuple[int, ...] | None = None
+    cp: tuple[int, ...] | None = None
+    pp: tuple[int, ...] | None = None
+    ep: tuple[int, ...] | None = None
     # what a device does between two messages
-    micro_batch: _Counts | None = None
-    interleave: _Counts | None = None
+    micro_batch: tuple[int, ...] | None = None
+    interleave: tuple[int, ...] | None = None
     usual_interleave: bool = False
     schedule: tuple[str, ...] | None = None
     recompute: tuple[str, ...] = ("none", "selective", "full")
@@ -127,13 +126,13 @@ class Space:
     context: tuple[str, ...] = ("ring", "ulysses")
     attention: tuple[str, ...] = ("flash", "unfused")
     # how states are sharded
-    zero: _Counts = (0, 1, 2, 3)
-    zero_under_pipeline: _Counts = (0, 1, 2, 3)
-    hybrid: _Counts | None = None
+    zero: tuple[int, ...] = (0, 1, 2, 3)
+    zero_under_pipeline: tuple[int, ...] = (0, 1, 2, 3)
+    hybrid: tuple[int, ...] | None = None
     overlap_gather: tuple[bool, ...] = (True, False)
     reduce_fp32: tuple[bool, ...] = (False, True)
     quantised: bool = False
-    prefetch: _Counts = (1, 0)
+    prefetch: tuple[int, ...] = (1, 0)
     tp_beyond_node: bool = False
 
     def __post_init__(self):

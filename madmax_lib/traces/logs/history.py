@@ -87,5 +87,6 @@ def _newest(logs: np.ndarray) -> dict:
     # of one more value, which scatters beside a mean that does: s sqrt(1 + 1 / n)
     count = len(before)
     spread = np.std(before, ddof=1) * np.sqrt(1 + 1 / count) if count > 2 else np.nan
-    confidence = student.cdf(growth / spread, count - 1)
+    # times of a log may be rounded to the same
+    confidence = student.cdf(growth / (spread + 1e-12), count - 1)
     return {"newest_growth": np.expm1(growth), "newest_confidence": confidence}

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pandas as pd
+import pytest
 
 from madmax_lib.__main__ import main
 from madmax_lib.traces import history
@@ -77,3 +78,13 @@ def test_three_runs_before_the_newest_are_needed(tmp_path):
         np.isnan(attrs["newest_confidence"])
         and abs(attrs["newest_growth"] - 0.05) < 0.01
     )
+
+
+@pytest.mark.parametrize(("last_s", "confidence"), [(1.0, 0.5), (1.05, 1.0)])
+def test_runs_whose_times_are_rounded_to_the_same(tmp_path, last_s, confidence):
+    for number, step_s in enumerate([1.0] * 5 + [last_s]):
+        (tmp_path / f"run{number}").mkdir()
+        table = pd.DataFrame({"step": range(9), "total_s": step_s})
+        table.to_csv(tmp_path / f"run{number}" / "steps.csv", index=False)
+    attrs = history(tmp_path).attrs
+    assert attrs["newest_confidence"] == pytest.approx(confidence)
