@@ -31,7 +31,9 @@ class Matrix(NamedTuple):
 @cache
 def _rows(block):
     """Rows of a mixer by part."""
-    rows = pd.read_csv(data_file("mixers.csv")).fillna(0).query("block == @block")
+    table = pd.read_csv(data_file("mixers.csv"))
+    factors = table.select_dtypes("number").fillna(0)
+    rows = table.assign(**factors).query("block == @block")
     return {
         part: part_rows.to_dict("records") for part, part_rows in rows.groupby("part")
     }
