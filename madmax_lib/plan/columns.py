@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from numbers import Real
 
@@ -293,6 +293,22 @@ def take_product(values, rows: np.ndarray, columns: np.ndarray):
     # an axis of length 1 holds for all of its rows, or columns
     values = values[rows] if len(values) > 1 else values
     return values[:, columns] if values.shape[1] > 1 else values
+
+
+def in_a_column(products: Sequence[Plans]) -> Plans:
+    """The plans of some products one below the other, of shape (all of them, 1)."""
+    shapes = [plans.shape for plans in products]
+    columns = {}
+    for field in fields(Plans):
+        parts = [getattr(plans, field.name) for plans in products]
+        value = parts[0]
+        if any(np.ndim(part) for part in parts) or len({*parts}) > 1:
+            every = map(np.broadcast_to, parts, shapes)
+            flat = np.concatenate([part.ravel() for part in every])
+            # where all are alike formulas stay with one value
+            value = flat[0].item() if (flat == flat[0]).all() else flat[:, None]
+        columns[field.name] = value
+    return Plans(**columns)
 
 
 def _column(name, column, empty):

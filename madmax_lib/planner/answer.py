@@ -93,15 +93,26 @@ class SearchResult:
     """
 
     table: pd.DataFrame
-    pareto: pd.DataFrame
-    different: pd.DataFrame
     evaluated: int
     feasible: int
     seconds: float
     dropped: pd.DataFrame
     problem: SearchProblem
+    # plans of the two tables that are made when they are asked for
+    front: pd.DataFrame
+    layouts: pd.DataFrame
     complete: bool = True
     beats: pd.DataFrame = field(default_factory=pd.DataFrame)
+
+    @cached_property
+    def pareto(self) -> pd.DataFrame:
+        """Plans that no other one beats in time and memory."""
+        return described(self.problem, self.front).table
+
+    @cached_property
+    def different(self) -> pd.DataFrame:
+        """The best of each way to split the model."""
+        return different(self.problem, self.layouts)
 
     @property
     def best(self) -> Plan:
@@ -176,7 +187,8 @@ class SearchResult:
         """Another batch or number of devices, where these are the problem; else empty.
         Takes a few small searches.
         """
-        return hint(self.problem, self.different) if self.complete else ""
+        layouts = self.layouts.head(_MOST_DIFFERENT)
+        return hint(self.problem, layouts) if self.complete else ""
 
     def _lines(self):
         case = self.problem.case
@@ -266,7 +278,11 @@ class Described(NamedTuple):
 
 
 def described(problem: SearchProblem, columns: Columns) -> Described:
-    """Plans with their texts, stacks, intervals, MFU, tokens per second and energy."""
+    """Plans with their texts, stacks, intervals, MFU, tokens per second and energy; of
+    none an empty table.
+    """
+    if not len(columns):
+        return Described(pd.DataFrame(), None, {})
     parameters = problem.parameters
     table = pd.DataFrame(columns).drop(columns="position").reset_index(drop=True)
     fixed = fixed_fields(problem.case.plan)
@@ -354,6 +370,8 @@ def _as_launched(case, problem):
 def different(problem: SearchProblem, columns: Columns) -> pd.DataFrame:
     """The first ten of the best plans of each layout, with probability, why and limit."""
     plans = described(problem, columns)
+    if not len(plans.table):
+        return plans.table
     seconds = parts_in_words(plans)
     chances = _chances(plans, problem)
     table = plans.table.assign(probability=chances)

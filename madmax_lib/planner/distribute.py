@@ -1,4 +1,4 @@
-"""Parts of the space, worked out here or by any executor.
+"""A space worked out here, or in parts by any executor.
 
 A part is a fixed share of the degrees; its result does not depend on who works it out,
 and results are merged by a total order, so a serial search and one on many workers end
@@ -14,6 +14,7 @@ from madmax_lib.planner.evaluate import (
     PartialResult,
     SearchProblem,
     evaluate,
+    evaluated,
     merged,
 )
 from madmax_lib.planner.space import Degrees
@@ -27,20 +28,20 @@ def run_parts(
     client=None,
     progress: bool = True,
 ) -> tuple[PartialResult, bool]:
-    """The best of all parts, and whether all were done."""
-    # every 64th of the degrees, so that parts are about equally large
-    parts = {i: degrees[i::_PARTS] for i in range(min(_PARTS, len(degrees)))}
-    result = merged(problem, [])
-    work = partial(evaluate, problem)
+    """The best of all degrees, and whether all were done."""
+    named = {"desc": "searching", "show": progress}
     if client is None:
-        results = ((number, work(part)) for number, part in parts.items())
+        results = evaluated(problem, bar(degrees, unit="layout", **named))
     else:
-        results = as_they_end(client, work, parts)
-    with bar(total=len(parts), desc="searching", unit="part", show=progress) as done:
-        try:
-            for _, part in results:
-                result = merged(problem, [result, part])
-                done.update()
-        except KeyboardInterrupt:
-            return result, False
+        # every 64th of the degrees, so that parts are about equally large
+        parts = {i: degrees[i::_PARTS] for i in range(min(_PARTS, len(degrees)))}
+        ends = as_they_end(client, partial(evaluate, problem), parts)
+        parts_shown = bar(ends, total=len(parts), unit="part", **named)
+        results = (part for _, part in parts_shown)
+    result = merged(problem, [])
+    try:
+        for part in results:
+            result = merged(problem, [result, part])
+    except KeyboardInterrupt:
+        return result, False
     return result, True

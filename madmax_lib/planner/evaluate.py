@@ -2,17 +2,17 @@
 
 The formulas are those of `mm.estimate` and `mm.memory`. The plans of some degrees come
 as products of two short lists (`space`), so millions of them are done per second in
-little memory. A plan counts if one of the stacks launches it and its configuration can
+little memory; where a product is small those of several degrees are one column. A plan
+counts if one of the stacks launches it and its configuration can
 say so. Plans of equal time and memory are one: that of the smaller degrees in the order
 tp, cp, pp, ep, then of the earlier choice of the `Space`. Order goes to less memory,
 then to less time.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from itertools import product
 from operator import or_
 
 import numpy as np
@@ -25,7 +25,7 @@ from madmax_lib.base import (
 )
 from madmax_lib.catalog import Software
 from madmax_lib.plan import Case
-from madmax_lib.plan.columns import Plans, take_product
+from madmax_lib.plan.columns import Plans, alike_rows, in_a_column, take_product
 from madmax_lib.planner.space import (
     SEARCHED,
     Degrees,
@@ -60,6 +60,9 @@ _TIE_BREAKERS = ("tp", "cp", "pp", "ep", "position")
 # Plans evaluated at a time. 2^16 doubles are half a MiB: the arrays of a block stay in
 # the second-level cache.
 _BLOCK_PLANS = 1 << 16
+# Numpy's calls for one block take as long as the formulas of so many plans in a column.
+_SMALL_PLANS = 1 << 11
+_COLUMN_PLANS = 1 << 13
 # memory under the usual software over the room, up to which another may hold a plan
 _LESS = 2.0
 # The last 12 of the 52 bits of a fraction are rounded away: 2^-40 is about 1e-12, more
@@ -122,8 +125,24 @@ class PartialResult:
 
 def evaluate(problem: SearchProblem, part: Iterable[Degrees]) -> PartialResult:
     """The best of all plans of some degrees."""
-    blocks = [block for degrees in part for block in _blocks_of(problem, degrees)]
-    return merged(problem, blocks)
+    return merged(problem, list(evaluated(problem, part)))
+
+
+def evaluated(
+    problem: SearchProblem, part: Iterable[Degrees]
+) -> Iterator[PartialResult]:
+    """The best of the plans of some degrees, block by block."""
+    small = []
+    for plans in filter(None, (_product(problem, degrees) for degrees in part)):
+        if math.prod(plans.shape) > _SMALL_PLANS:
+            yield from _blocks_of(problem, [plans])
+            continue
+        small.append(plans)
+        if sum(math.prod(plans.shape) for plans in small) > _COLUMN_PLANS:
+            yield from _blocks_of(problem, small)
+            small = []
+    if small:
+        yield from _blocks_of(problem, small)
 
 
 def merged(problem: SearchProblem, parts: Sequence[PartialResult]) -> PartialResult:
@@ -147,14 +166,26 @@ def merged(problem: SearchProblem, parts: Sequence[PartialResult]) -> PartialRes
     return PartialResult(table, front, layouts, *counts, least_bytes)
 
 
-def _blocks_of(problem, degrees):
-    """The plans of some degrees, block by block."""
+def _product(problem, degrees):
+    """All plans of some degrees, None without any."""
     passes = pass_choices(problem.space, problem.case, degrees)
     shardings = sharding_choices(problem.space, degrees, problem.case)
     if not passes or not shardings:
-        return
+        return None
     choices = passes | shardings | fixed_fields(problem.case.plan)
-    plans = Plans(**degrees._asdict(), **choices)
+    return Plans(**degrees._asdict(), **choices)
+
+
+def _blocks_of(problem, products):
+    """The plans of one product, or of several in a column, block by block."""
+    # number of each plan in its product, of the product's shape
+    positions = [
+        np.arange(math.prod(plans.shape)).reshape(plans.shape) for plans in products
+    ]
+    plans, position = products[0], positions[0]
+    if len(products) > 1:
+        plans = in_a_column(products)
+        position = np.concatenate([each.ravel() for each in positions])[:, None]
     near = True
     if problem.changes is not None:
         from madmax_lib.planner.changes import near_recipe  # a wing
@@ -165,8 +196,6 @@ def _blocks_of(problem, degrees):
     broken = unlaunchable(replace(problem.case, plan=plans), problem.stacks)
     masks = [near & ~mask for mask in broken]
     masks = masks or [np.ones((1, 1), bool)]  # without stacks anything is launched
-    # (a, b) number of each plan in the product of passes and shardings
-    position = np.arange(math.prod(plans.shape)).reshape(plans.shape)
     rows, columns = _nonempty_rows_and_columns(reduce(or_, masks), plans.shape)
     skipped = position.size - len(rows) * len(columns)
     if not len(rows):
@@ -237,7 +266,7 @@ def _evaluate_block(problem, plans, position, masks, skipped):
         values["energy_j"] = np.broadcast_to(joules, fits.shape)
     objective = np.where(fits, values[_OBJECTIVES[problem.objective]], np.inf)
     best = _smallest(objective, memory, times, problem.top)
-    layouts = np.array(list(_best_of_layouts(plans, objective, memory, times)), int)
+    layouts = _best_of_layouts(plans, objective, memory, times)
     values["position"] = position
     return PartialResult(
         _columns(plans, values, best),
@@ -256,7 +285,8 @@ def _held_bytes(problem, plans, masks, memory):
     room = problem.room_bytes
     held_bytes = np.full(memory.shape, np.inf)
     near = memory <= _LESS * room
-    usual = plans.tp * plans.pp * plans.ep > 1 and USUAL_SOFTWARE[0]
+    are_usual = np.all(plans.tp * plans.pp * plans.ep > 1)
+    usual = USUAL_SOFTWARE[0] if are_usual else ""
     for stack, mask in zip(problem.stacks, masks, strict=True):
         open_ones = (
             near & mask & (np.isinf(held_bytes) | (problem.objective == "memory"))
@@ -287,22 +317,17 @@ def _rounded(values):
 
 
 def _best_of_layouts(plans, objective, memory, step_s):
-    """Flat positions of the best plan of each recompute and ZeRO stage, of plans of the
-    same degrees.
-    """
-    # recompute is a column (a, 1) of the product, ZeRO a row (1, b)
-    recomputes = plans.recompute[:, 0]
-    zeros = plans.zero[0]
-    for recompute, zero in product(dict.fromkeys(recomputes), dict.fromkeys(zeros)):
-        rows = np.flatnonzero(recomputes == recompute)
-        columns = np.flatnonzero(zeros == zero)
-        part = objective[np.ix_(rows, columns)]
-        least = part.min()
-        if least < np.inf:
-            flat = np.add.outer(rows * len(zeros), columns)[part == least]
-            # of equal objectives the least memory, then time, then the first
-            order = np.lexsort((flat, step_s.flat[flat], memory.flat[flat]))
-            yield flat[order[0]]
+    """Flat positions of the best plan of each `LAYOUT_KEY` that fits."""
+    keys = (getattr(plans, name) for name in LAYOUT_KEY)
+    _, layout = alike_rows(keys, objective.shape)
+    flat = objective.ravel()
+    least = np.full(layout.max() + 1, np.inf)
+    np.minimum.at(least, layout, flat)
+    at = np.flatnonzero(np.isfinite(flat) & (flat == least[layout]))
+    # of equal objectives the least memory, then time, then the first
+    at = at[np.lexsort((at, step_s.flat[at], memory.flat[at]))]
+    _, first = np.unique(layout[at], return_index=True)
+    return at[first]
 
 
 def _smallest(objective, memory, step_s, count):

@@ -20,7 +20,6 @@ from madmax_lib.plan import Case, Plan
 from madmax_lib.planner.answer import (
     SearchResult,
     described,
-    different,
     in_launched_order,
 )
 from madmax_lib.planner.distribute import run_parts
@@ -172,24 +171,19 @@ def _answer(problem, result, dropped, complete):
     rules = [(rule, count, "layouts") for rule, count in sorted(dropped.items())]
     rules.append((launched, result.unlaunched, "plans"))
     rules.append(("must fit in memory", result.evaluated - result.feasible, "plans"))
-    table = front = ways = pd.DataFrame()
-    if result.feasible:
-        # energy and memory are of the usual software
-        is_open = problem.case.software.name == "none"
-        if is_open and problem.objective in ("time", "cost"):
-            result = in_launched_order(problem, result)
-        table = described(problem, result.table).table
-        front = described(problem, result.front).table
-        ways = different(problem, result.layouts)
+    # energy and memory are of the usual software
+    is_open = problem.case.software.name == "none"
+    if result.feasible and is_open and problem.objective in ("time", "cost"):
+        result = in_launched_order(problem, result)
     return SearchResult(
-        table,
-        front,
-        ways,
+        described(problem, result.table).table,
         result.evaluated,
         result.feasible,
         0.0,  # seconds, when it ends
         pd.DataFrame(rules, columns=["rule", "count", "of"]),
         problem,
+        pd.DataFrame(result.front),
+        pd.DataFrame(result.layouts),
         complete,
     )
 
@@ -199,8 +193,9 @@ def price_of(device: Device, usd_per_hour: float | None) -> float:
     if usd_per_hour is not None:
         return require_number("usd_per_hour", usd_per_hour)
     price = device.usd_per_hour
-    rows = catalog.table("devices").query("quantity == 'price'")
-    listed = rows[rows["name"] == device.name].tail(1)
+    rows = catalog.table("devices")
+    rows = rows[(rows["quantity"] == "price") & (rows["name"] == device.name)]
+    listed = rows.tail(1)
     # a price of the caller's own device is no date of the catalog's
     if [price] != listed["value"].astype(float).tolist():
         return price

@@ -253,10 +253,9 @@ def pass_choices(space: Space, case: Case, degrees: Degrees) -> dict[str, np.nda
         for micro_batch in _among(space.micro_batch, _divisors(local_batch))
         for schedule in _schedules(space, case, degrees.pp, local_batch // micro_batch)
     ]
-    # ways to exchange keys and values that are legal for the degrees
-    contexts = ["ring"]
-    if degrees.cp > 1:
-        contexts = np.array(space.context)
+    # ways to exchange keys and values that are legal for the degrees, as a single one is
+    contexts = np.array(space.context if degrees.cp > 1 else ["ring"])
+    if len(contexts) > 1:
         plans = Plans(**degrees._asdict(), context=contexts)
         contexts = contexts[legal(replace(case, software=None, plan=plans)).mask]
     attention = [kind for kind in space.attention if f"attention={kind}" not in unsaid]

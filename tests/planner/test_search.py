@@ -21,6 +21,7 @@ from madmax_lib.planner import (
     Space,
     codesign,
     distribute as shards_module,
+    evaluate as evaluate_module,
     plan_of,
     practice,
     training,
@@ -199,18 +200,36 @@ def test_a_shard_may_hold_no_plan_that_fits():
 
 
 def test_a_stopped_search_has_the_best_so_far(monkeypatch, found):
-    real, calls = shards_module.evaluate, []
+    real = shards_module.evaluated
 
-    def stops(problem, at):
-        calls.append(at)
-        if len(calls) == 4:
-            raise KeyboardInterrupt
-        return real(problem, at)
+    def stops(problem, part):
+        yield next(real(problem, part))
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(shards_module, "evaluate", stops)
-    half = search(MODEL, NODE, 16, space=SPACE, progress=False)
-    assert not half.complete and half.evaluated < found.evaluated
-    assert len(half.table) == 20
+    monkeypatch.setattr(shards_module, "evaluated", stops)
+    half = search(MODEL, NODE, 16, progress=False)
+    assert not half.complete and half.evaluated > 0
+    assert len(half.table) == 20 and half.hint == ""
+
+
+@pytest.mark.parametrize("name", ["gpt2-large", "mixtral-8x7b", "nemotron-h-8b"])
+@pytest.mark.parametrize("objective", ["time", "memory"])
+def test_plans_of_many_degrees_are_found_as_in_their_products(
+    monkeypatch, name, objective
+):
+    """The formulas see the plans of small products as one column, else as products."""
+
+    def found(most):
+        monkeypatch.setattr(evaluate_module, "_SMALL_PLANS", most)
+        cluster = mm.cluster("dgx-h100", nodes=2)
+        options = {"space": Space.quick(), "progress": False}
+        return search(name, cluster, 64, objective, **options)
+
+    in_columns, in_products = found(1 << 30), found(0)
+    for table in ("table", "pareto", "different", "dropped"):
+        both = (getattr(result, table) for result in (in_columns, in_products))
+        pd.testing.assert_frame_equal(*both, check_exact=True)
+    assert in_columns.evaluated == in_products.evaluated
 
 
 def test_workers_find_what_one_process_finds(dask_client, found):
