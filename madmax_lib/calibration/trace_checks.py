@@ -191,9 +191,7 @@ def _check_work(timeline, case):
     """
     plan = case.plan
     device = case.device
-    # forward, dgrad and wgrad take the same
-    flops = 3 * case.model.forward_flops(case.global_batch, case.sequence)
-    flops = flops / plan.world_size
+    flops = case.flops / plan.world_size
     stage = _STAGE if plan.pp > 1 else 1
     low = _LEAST_WORK * (_FROZEN if plan.lora_rank else 1) / stage
     high = _MOST_WORK * (_RECOMPUTED if plan.recompute != "none" else 1) * stage

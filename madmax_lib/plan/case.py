@@ -130,6 +130,18 @@ class Case:
         return self.cluster.device
 
     @property
+    def flops(self) -> float:
+        """Model FLOPs of the step: a backward pass has twice those of a forward one."""
+        return 3 * self.model.forward_flops(self.global_batch, self.sequence)
+
+    def mfu(self, step_s: float | np.ndarray) -> float | np.ndarray:
+        """FLOPs of the step over what all devices compute in its seconds at their peak
+        [PaLM, arXiv 2204.02311, appendix B].
+        """
+        peak_flops = self.cluster.world_size * self.device.peak(self.dtype)
+        return self.flops / (step_s * peak_flops)
+
+    @property
     def tokens(self) -> float | np.ndarray:
         """Tokens of one micro-batch on one device."""
         return self.plan.micro_batch * self.sequence / self.plan.cp

@@ -228,7 +228,9 @@ class Plans:
         parts = dict(vars(self))
         for name, column in parts.items():
             if np.ndim(column):
-                part = np.broadcast_to(column, shape)[rows]
+                # a column of categories stays one
+                is_whole = np.shape(column) == shape
+                part = (column if is_whole else np.broadcast_to(column, shape))[rows]
                 value = part.item() if isinstance(part, np.generic) else part
                 is_open = isinstance(value, float) and value != value  # NaN: None
                 parts[name] = None if is_open else value
@@ -296,7 +298,11 @@ def take_product(values, rows: np.ndarray, columns: np.ndarray):
 
 
 def in_a_column(products: Sequence[Plans]) -> Plans:
-    """The plans of some products one below the other, of shape (all of them, 1)."""
+    """The plans of some products one below the other, of shape (all of them, 1); of one
+    product itself.
+    """
+    if len(products) == 1:
+        return products[0]
     shapes = [plans.shape for plans in products]
     columns = {}
     for field in fields(Plans):

@@ -309,14 +309,8 @@ def described(problem: SearchProblem, columns: Columns) -> Described:
     table.insert(
         0, "plan", [str(plan_of(row | fixed)) for row in table.to_dict("records")]
     )
-    # MFU = model FLOPs / (step x peak of all devices) [PaLM, arXiv 2204.02311, app. B];
-    # the backward pass multiplies twice as much as the forward pass, so 3 x forward
-    flops = 3 * case.model.forward_flops(case.global_batch, case.sequence)
-    peak_flops = case.cluster.world_size * device.peak(case.dtype)
     tokens = case.global_batch * case.sequence
-    table = table.assign(
-        mfu=flops / seconds / peak_flops, tokens_per_s=tokens / seconds
-    )
+    table = table.assign(mfu=case.mfu(seconds), tokens_per_s=tokens / seconds)
     return Described(table, steps, times)
 
 
@@ -328,10 +322,8 @@ def in_launched_order(problem: SearchProblem, result: PartialResult) -> PartialR
     rows = pd.concat(parts, ignore_index=True)
     launched = described(problem, dict(rows)).table
     seconds = launched["launched_s"]
-    at = front_of(
-        *map(np.asarray, (seconds, launched["memory_bytes"], ~seconds.isna()))
-    )
-    front = rows.loc[at]
+    values = (seconds.to_numpy(), launched["memory_bytes"].to_numpy())
+    front = rows.loc[front_of(*values, seconds.notna())]
     rows = rows.loc[seconds.sort_values(kind="stable").index]
     table = rows.drop_duplicates(["step_s", "memory_bytes"]).head(problem.top)
     layouts = rows.drop_duplicates(list(LAYOUT_KEY)).head(MOST_LAYOUTS)
@@ -342,9 +334,8 @@ def _as_launched(case, problem):
     """Stacks that launch and hold each plan of a table, the fastest first or where
     memory is the objective that with least, and step_s and memory_bytes under the first.
     """
-    shape = (len(problem.stacks), *case.plan.shape)
-    seconds = np.full(shape, np.inf)
-    memory_bytes = np.full(shape, np.inf)
+    shape = (2, len(problem.stacks), *case.plan.shape)
+    seconds, memory_bytes = np.full(shape, np.inf)
     masks = unlaunchable(case, problem.stacks)
     for row, (stack, broken) in enumerate(zip(problem.stacks, masks, strict=True)):
         plans = np.flatnonzero(~np.broadcast_to(broken[0], case.plan.shape))
@@ -362,9 +353,9 @@ def _as_launched(case, problem):
     counts = np.isfinite(by).sum(axis=0)
     names = np.array([stack.name for stack in problem.stacks])[order]
     texts = [" ".join(row[:count]) for row, count in zip(names.T, counts, strict=True)]
-    first = (order[0], np.arange(shape[1]))
-    values = {"step_s": seconds[first], "memory_bytes": memory_bytes[first]}
-    return pd.DataFrame({"stacks": texts, **values}).replace(np.inf, np.nan)
+    first = (order[0], np.arange(len(texts)))
+    columns = {"step_s": seconds[first], "memory_bytes": memory_bytes[first]}
+    return pd.DataFrame({"stacks": texts, **columns}).replace(np.inf, np.nan)
 
 
 def different(problem: SearchProblem, columns: Columns) -> pd.DataFrame:
@@ -373,8 +364,7 @@ def different(problem: SearchProblem, columns: Columns) -> pd.DataFrame:
     if not len(plans.table):
         return plans.table
     seconds = parts_in_words(plans)
-    chances = _chances(plans, problem)
-    table = plans.table.assign(probability=chances)
+    table = plans.table.assign(probability=_chances(plans, problem))
     return table.head(_MOST_DIFFERENT).assign(
         why=_reasons(seconds), limit=_limits(seconds.head(_MOST_DIFFERENT))
     )
@@ -405,10 +395,10 @@ def errors_of(plans: Described, problem: SearchProblem) -> np.ndarray:
     spread = (width / _SIGMAS) ** 2  # variance of the log ratio of two plans' steps
     # Var(a - b) = Var(a) + Var(b) - 2 Cov(a, b): what constants explain of it; half of
     # the rest belongs to each of the two plans
-    first, second = np.triu_indices(count, 1)
-    explained = (
-        shared[first, first] + shared[second, second] - 2 * shared[first, second]
-    )
+    variances = shared.diagonal()
+    explained = (np.add.outer(variances, variances) - 2 * shared)[
+        np.triu_indices(count, 1)
+    ]
     rest = spread
     if explained.size:
         rest = max(spread - np.median(explained), _LEAST_OWN * spread)
@@ -434,9 +424,8 @@ def _limits(seconds):
     shares = seconds.div(seconds.sum(axis=1), axis=0).drop(columns="compute")
     limits = []
     for _, row in shares.iterrows():
-        largest = row.nlargest(2)
-        parts = largest[largest > _NOT_WORTH_SAYING].items()
-        words = [f"{name} {share:.0%}" for name, share in parts]
+        largest = row[row > _NOT_WORTH_SAYING].nlargest(2).items()
+        words = [f"{name} {share:.0%}" for name, share in largest]
         limits.append(", ".join(words) or "compute alone")
     return limits
 
@@ -447,8 +436,8 @@ def _reasons(seconds):
     """
     if len(seconds) == 1:
         return ["no other way to split it fits"]
-    saved = (seconds.median() - seconds) / seconds.sum(axis=1).median()
-    saved = saved.head(_MOST_DIFFERENT)
+    step_s = seconds.sum(axis=1).median()
+    saved = ((seconds.median() - seconds) / step_s).head(_MOST_DIFFERENT)
     return [
         f"saves {share:.0%} of a step in {part}"
         if share > _NOT_WORTH_SAYING

@@ -29,15 +29,14 @@ def run_parts(
     progress: bool = True,
 ) -> tuple[PartialResult, bool]:
     """The best of all degrees, and whether all were done."""
-    named = {"desc": "searching", "show": progress}
+    with_bar = partial(bar, desc="searching", show=progress)
     if client is None:
-        results = evaluated(problem, bar(degrees, unit="layout", **named))
+        results = evaluated(problem, with_bar(degrees, unit="layout"))
     else:
         # every 64th of the degrees, so that parts are about equally large
         parts = {i: degrees[i::_PARTS] for i in range(min(_PARTS, len(degrees)))}
         ends = as_they_end(client, partial(evaluate, problem), parts)
-        parts_shown = bar(ends, total=len(parts), unit="part", **named)
-        results = (part for _, part in parts_shown)
+        results = (part for _, part in with_bar(ends, total=len(parts), unit="part"))
     result = merged(problem, [])
     try:
         for part in results:

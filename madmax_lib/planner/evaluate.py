@@ -62,7 +62,7 @@ _TIE_BREAKERS = ("tp", "cp", "pp", "ep", "position")
 _BLOCK_PLANS = 1 << 16
 # Numpy's calls for one block take as long as the formulas of so many plans in a column.
 _SMALL_PLANS = 1 << 11
-_COLUMN_PLANS = 1 << 13
+_TOGETHER = 16  # such products in a column
 # memory under the usual software over the room, up to which another may hold a plan
 _LESS = 2.0
 # The last 12 of the 52 bits of a fraction are rounded away: 2^-40 is about 1e-12, more
@@ -135,14 +135,14 @@ def evaluated(
     small = []
     for plans in filter(None, (_product(problem, degrees) for degrees in part)):
         if math.prod(plans.shape) > _SMALL_PLANS:
-            yield from _blocks_of(problem, [plans])
-            continue
-        small.append(plans)
-        if sum(math.prod(plans.shape) for plans in small) > _COLUMN_PLANS:
-            yield from _blocks_of(problem, small)
+            yield from _blocks_of(problem, plans)
+        else:
+            small.append(plans)
+        if len(small) == _TOGETHER:
+            yield from _blocks_of(problem, in_a_column(small))
             small = []
     if small:
-        yield from _blocks_of(problem, small)
+        yield from _blocks_of(problem, in_a_column(small))
 
 
 def merged(problem: SearchProblem, parts: Sequence[PartialResult]) -> PartialResult:
@@ -155,8 +155,8 @@ def merged(problem: SearchProblem, parts: Sequence[PartialResult]) -> PartialRes
         # two parts may hold plans of equal time and memory
         first = _first_of_ties(slice(None), table["step_s"], table["memory_bytes"])
         table = _rows(table, first[: problem.top])
-        anywhere = np.ones(len(front["step_s"]), bool)
-        front = _rows(front, front_of(front["step_s"], front["memory_bytes"], anywhere))
+        seconds = front["step_s"]
+        front = _rows(front, front_of(seconds, front["memory_bytes"], seconds > 0))
         layouts = _rows(layouts, slice(MOST_LAYOUTS))
     counts = (
         sum(getattr(part, name) for part in parts)
@@ -170,22 +170,14 @@ def _product(problem, degrees):
     """All plans of some degrees, None without any."""
     passes = pass_choices(problem.space, problem.case, degrees)
     shardings = sharding_choices(problem.space, degrees, problem.case)
-    if not passes or not shardings:
-        return None
-    choices = passes | shardings | fixed_fields(problem.case.plan)
-    return Plans(**degrees._asdict(), **choices)
+    if passes and shardings:
+        fixed = fixed_fields(problem.case.plan)
+        return Plans(**degrees._asdict(), **passes, **shardings, **fixed)
+    return None
 
 
-def _blocks_of(problem, products):
-    """The plans of one product, or of several in a column, block by block."""
-    # number of each plan in its product, of the product's shape
-    positions = [
-        np.arange(math.prod(plans.shape)).reshape(plans.shape) for plans in products
-    ]
-    plans, position = products[0], positions[0]
-    if len(products) > 1:
-        plans = in_a_column(products)
-        position = np.concatenate([each.ravel() for each in positions])[:, None]
+def _blocks_of(problem, plans):
+    """The best of the plans of a product, block by block."""
     near = True
     if problem.changes is not None:
         from madmax_lib.planner.changes import near_recipe  # a wing
@@ -194,12 +186,14 @@ def _blocks_of(problem, products):
         if not near.any():
             return
     broken = unlaunchable(replace(problem.case, plan=plans), problem.stacks)
-    masks = [near & ~mask for mask in broken]
-    masks = masks or [np.ones((1, 1), bool)]  # without stacks anything is launched
+    # without stacks anything is launched
+    masks = [near & ~mask for mask in broken] or [np.ones((1, 1), bool)]
+    # (a, b) number of each plan, in the order of degrees and of their choices
+    position = np.arange(math.prod(plans.shape)).reshape(plans.shape)
     rows, columns = _nonempty_rows_and_columns(reduce(or_, masks), plans.shape)
-    skipped = position.size - len(rows) * len(columns)
+    # what no stack launches, and is left out
+    yield PartialResult({}, {}, {}, position.size - len(rows) * len(columns))
     if not len(rows):
-        yield PartialResult({}, {}, {}, skipped)
         return
     block_rows = max(_BLOCK_PLANS // len(columns), 1)
     for part in np.split(rows, range(block_rows, len(rows), block_rows)):
@@ -208,9 +202,7 @@ def _blocks_of(problem, products):
             take_product(plans, part, columns),
             take_product(position, part, columns),
             [take_product(mask, part, columns) for mask in masks],
-            skipped,
         )
-        skipped = 0  # counted with the first block
 
 
 def _nonempty_rows_and_columns(mask, shape):
@@ -224,18 +216,18 @@ def _nonempty_rows_and_columns(mask, shape):
     return np.flatnonzero(rows), np.flatnonzero(columns)
 
 
-def _evaluate_block(problem, plans, position, masks, skipped):
+def _evaluate_block(problem, plans, position, masks):
     """The best of a product of plans; those that fit are timed.
 
-    position: in the product of all plans of the same degrees. masks: by stack, what it
-    launches. skipped: plans left out before, which no stack launches.
+    position: number of each plan among those of its degrees. masks: by stack, what it
+    launches.
     """
     launched = np.broadcast_to(reduce(or_, masks), plans.shape)
     memory = _rounded(plans_peak_bytes(replace(problem.case, plan=plans)))
     memory = np.broadcast_to(memory, plans.shape)
     evaluated = int(launched.sum())
     counts = {
-        "unlaunched": skipped + launched.size - evaluated,
+        "unlaunched": launched.size - evaluated,
         "evaluated": evaluated,
         "least_bytes": float(memory.min(where=launched, initial=np.inf)),
     }
@@ -258,22 +250,21 @@ def _evaluate_block(problem, plans, position, masks, skipped):
     case = replace(problem.case, plan=plans)
     times = _rounded(step_s(Steps.of(case), problem.parameters))
     times = np.broadcast_to(times, fits.shape)
-    usd_per_s = case.cluster.world_size * problem.usd_per_hour / 3600
+    world = case.cluster.world_size
+    usd_per_s = world * problem.usd_per_hour / 3600
     values = {"step_s": times, "memory_bytes": memory, "cost_usd": times * usd_per_s}
     if problem.objective == "energy":
         parts = step_time(Steps.of(case), problem.parameters)
-        joules = case.cluster.world_size * device_energy_j(parts, case.device)
+        joules = world * device_energy_j(parts, case.device)
         values["energy_j"] = np.broadcast_to(joules, fits.shape)
     objective = np.where(fits, values[_OBJECTIVES[problem.objective]], np.inf)
-    best = _smallest(objective, memory, times, problem.top)
-    layouts = _best_of_layouts(plans, objective, memory, times)
     values["position"] = position
-    return PartialResult(
-        _columns(plans, values, best),
-        _columns(plans, values, front_of(times, memory, fits)),
-        _columns(plans, values, layouts),
-        **counts,
+    chosen = (
+        _smallest(objective, memory, times, problem.top),
+        front_of(times, memory, fits),
+        _best_of_layouts(plans, objective, memory, times),
     )
+    return PartialResult(*(_columns(plans, values, at) for at in chosen), **counts)
 
 
 def _held_bytes(problem, plans, masks, memory):
@@ -282,9 +273,8 @@ def _held_bytes(problem, plans, masks, memory):
 
     masks: by stack, what it launches; memory: under the usual software.
     """
-    room = problem.room_bytes
     held_bytes = np.full(memory.shape, np.inf)
-    near = memory <= _LESS * room
+    near = memory <= _LESS * problem.room_bytes
     are_usual = np.all(plans.tp * plans.pp * plans.ep > 1)
     usual = USUAL_SOFTWARE[0] if are_usual else ""
     for stack, mask in zip(problem.stacks, masks, strict=True):
@@ -299,7 +289,7 @@ def _held_bytes(problem, plans, masks, memory):
         if stack.name != usual:
             fewer = take_product(plans, *part)
             peaks = plans_peak_bytes(replace(problem.case, plan=fewer, software=stack))
-        fits = open_ones[at] & (peaks <= room)
+        fits = open_ones[at] & (peaks <= problem.room_bytes)
         held_bytes[at] = np.minimum(held_bytes[at], np.where(fits, peaks, np.inf))
     return held_bytes
 
@@ -384,9 +374,11 @@ def front_of(step_s, memory, fits):
 def _columns(plans, values, chosen):
     """Chosen plans of a product as columns."""
     shape = values["position"].shape
-    row, column = np.unravel_index(chosen, shape)
-    fields = {name: np.broadcast_to(getattr(plans, name), shape) for name in SEARCHED}
-    return {name: value[row, column] for name, value in (fields | values).items()}
+    columns = {name: getattr(plans, name) for name in SEARCHED} | values
+    return {
+        name: np.broadcast_to(column, shape).flat[chosen]
+        for name, column in columns.items()
+    }
 
 
 def _joined(parts, *order):

@@ -83,9 +83,8 @@ def _small(problem, different):
         problem.space,
         **best,
         hybrid=(),
-        overlap_gather=(True,),
-        reduce_fp32=(False, True),
-        prefetch=(1,),
+        overlap_gather=True,
+        prefetch=1,
         usual_interleave=True,
         quantised=False,
     )
@@ -95,9 +94,7 @@ def _small(problem, different):
 def _least_s(problem, batch, nodes):
     """Seconds of the best plan, infinite if none fits."""
     case = problem.case
-    cluster = case.cluster
-    if nodes != cluster.nodes:
-        cluster = replace(cluster, nodes=nodes)
+    cluster = replace(case.cluster, nodes=nodes)
     problem = replace(problem, case=replace(case, global_batch=batch, cluster=cluster))
     degrees, _ = legal_degrees(problem.space, problem.case)
     table = evaluate(problem, degrees).table

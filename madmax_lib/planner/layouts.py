@@ -30,6 +30,9 @@ def layouts(spec: RunSpec, devices: int) -> list[str]:
         # patches and class token of an image are not split over ranks
         return f"{text}.nosp" if image and "tp" in text else text
 
+    def is_runnable(text):
+        return runnable(spec, named(text), devices)
+
     if str(devices) in _TRIED:
         tried = _TRIED[str(devices)]
     else:
@@ -44,10 +47,13 @@ def layouts(spec: RunSpec, devices: int) -> list[str]:
             top=_TOP,
             progress=False,
         ).table
-        runs = table["plan"].map(lambda text: runnable(spec, named(text), devices))
         # the first of each layout is its best
-        tried = table[runs].drop_duplicates(list(LAYOUT_KEY))["plan"].head(_MOST)
-    names = [named(text) for text in tried if runnable(spec, named(text), devices)]
+        tried = (
+            table[table["plan"].map(is_runnable)]
+            .drop_duplicates(list(LAYOUT_KEY))["plan"]
+            .head(_MOST)
+        )
+    names = map(named, filter(is_runnable, tried))
     # one device is what the others are measured against
     return list(dict.fromkeys(["dp1", *names]))
 

@@ -108,15 +108,14 @@ def search(
     if len(stacks) == 1:
         # memory and time are then those of the one stack that may launch a plan
         case = replace(case, software=stacks[0])
-    device = case.device
     problem = SearchProblem(
         case,
         require_type("space", space, Space, Space),
         objective,
         top,
         require_type("parameters", parameters, Parameters, shipped),
-        price_of(device, usd_per_hour),
-        usable_bytes(device),
+        price_of(case.device, usd_per_hour),
+        usable_bytes(case.device),
         stacks,
         None if like is None else _CHANGES,
     )
@@ -194,8 +193,8 @@ def price_of(device: Device, usd_per_hour: float | None) -> float:
         return require_number("usd_per_hour", usd_per_hour)
     price = device.usd_per_hour
     rows = catalog.table("devices")
-    rows = rows[(rows["quantity"] == "price") & (rows["name"] == device.name)]
-    listed = rows.tail(1)
+    is_price = (rows["quantity"] == "price") & (rows["name"] == device.name)
+    listed = rows[is_price].tail(1)
     # a price of the caller's own device is no date of the catalog's
     if [price] != listed["value"].astype(float).tolist():
         return price

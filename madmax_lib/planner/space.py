@@ -299,8 +299,8 @@ def _schedules(space, case, pp, micro_batches):
     # interleaving sends pp micro-batches round at a time
     counts = [chunks for chunks in cuts if chunks == 1 or micro_batches % pp == 0]
     if space.usual_interleave:
-        usual = [chunks for chunks in counts if chunks <= _USUAL_CHUNKS]
-        counts = counts[: max(len(usual), 2)]
+        usual = sum(chunks <= _USUAL_CHUNKS for chunks in counts)
+        counts = counts[: max(usual, 2)]
     tried = _USUAL + case.software.schedules
     schedules = space.schedule or tuple(dict.fromkeys(tried))
     for schedule in schedules if micro_batches > 1 else schedules[:1]:
@@ -402,13 +402,8 @@ def fixed_fields(plan: Plan) -> dict:
 def plan_of(row: dict) -> Plan:
     """The Plan of a row of a search table."""
     # .item(): numpy's numbers and flags become Python's
-    return Plan(
-        **{
-            name: np.asarray(row[name]).item()
-            for name in Plan.__dataclass_fields__
-            if name in row
-        }
-    )
+    names = row.keys() & Plan.__dataclass_fields__.keys()
+    return Plan(**{name: np.asarray(row[name]).item() for name in names})
 
 
 def _divisors(number):

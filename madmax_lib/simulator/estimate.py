@@ -117,10 +117,7 @@ def estimate(
 def _as_table(values, case, index, counted, offload):
     """Table of `estimate` from rows of `_COLUMNS` and columns of offload."""
     step_s = values[0]
-    peak_flops = case.cluster.world_size * case.device.peak(case.dtype)
-    # 3: a backward pass has twice the FLOPs of a forward one
-    flops = 3 * case.model.forward_flops(case.global_batch, case.sequence)
-    values[-3] = flops / (step_s * peak_flops)
+    values[-3] = case.mfu(step_s)
     values[-2] = case.global_batch * case.sequence / step_s
     width = len(_COLUMNS) - (not counted)
     table = pd.DataFrame(
