@@ -13,11 +13,12 @@ import os
 import re
 import warnings
 from dataclasses import replace
+from datetime import date
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from madmax_lib.base.fields import parse_fields, short_repr
+from madmax_lib.base.fields import parse_fields, require_number, short_repr
 from madmax_lib.catalog.data_files import (
     DEVICE_CLASSES,
     USER_FOLDER,
@@ -93,6 +94,21 @@ def device_named(text: str) -> Device | None:
         return device(text)
     except ValueError:
         return None
+
+
+def price_of(device: Device, usd_per_hour: float | None) -> float:
+    """USD of a device-hour: as given, else the catalog's, NaN if of an earlier year."""
+    if usd_per_hour is not None:
+        return require_number("usd_per_hour", usd_per_hour)
+    price = device.usd_per_hour
+    rows = table("devices")
+    is_price = (rows["quantity"] == "price") & (rows["name"] == device.name)
+    listed = rows[is_price].tail(1)
+    # a price of the caller's own device is no date of the catalog's
+    if [price] != listed["value"].astype(float).tolist():
+        return price
+    recent = listed["date"].str.startswith(f"{date.today().year}").all()
+    return price if recent else math.nan
 
 
 def cluster(

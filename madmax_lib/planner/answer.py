@@ -107,7 +107,12 @@ class SearchResult:
     @cached_property
     def pareto(self) -> pd.DataFrame:
         """Plans that no other one beats in time and memory."""
-        return described(self.problem, self.front).table
+        table = described(self.problem, self.front).table
+        if "launched_s" not in table:
+            return table
+        seconds = table["launched_s"].to_numpy()
+        memory_bytes = table["memory_bytes"].to_numpy()
+        return table.iloc[front_of(seconds, memory_bytes, seconds > 0)]
 
     @cached_property
     def different(self) -> pd.DataFrame:
@@ -192,8 +197,8 @@ class SearchResult:
 
     def _lines(self):
         case = self.problem.case
-        counts = self.dropped.set_index("rule")["count"]
-        unlaunched = counts.get("a stack must launch it", 0)
+        rule = "a stack must launch it"
+        unlaunched = self.dropped.set_index("rule")["count"].get(rule, 0)
         headline = (
             f"{case.model.name} on {case.cluster.world_size:,} x "
             f"{case.device.name}, batch {case.global_batch:,}: "
@@ -214,7 +219,8 @@ class SearchResult:
         ]
         if "launched_s" in best:
             lines[1] += f"; {best.launched_s:.3g} s as the first of these"
-        if ten["probability"].notna().all():
+        is_of_time = self.problem.objective == "time"
+        if is_of_time and ten["probability"].notna().all():
             chances = ", ".join(
                 f"{row.plan} {row.probability:.0%}" for row in ten[:3].itertuples()
             )
@@ -231,13 +237,15 @@ class SearchResult:
         lines.append(f"software: {self.software}")
         if self.hint:
             lines.append(f"hint: {self.hint}")
-        return [*lines, _configured_for(best.stacks)]
+        return [*lines, _configured(self, best.stacks)]
 
     def __eq__(self, other):
         """Whether two searches found the same, however long each took."""
         if not isinstance(other, SearchResult):
             return False
-        return same_fields(self, replace(other, seconds=self.seconds))
+        # of these plans the tables are; they have numbers of the way to them, too
+        same = {name: getattr(self, name) for name in ("seconds", "front", "layouts")}
+        return same_fields(self, replace(other, **same))
 
     def __repr__(self):
         return "\n".join(self._lines())
@@ -258,12 +266,14 @@ class SearchResult:
         return f"<p>{lines}</p>{html}"
 
 
-def _configured_for(stacks):
+def _configured(result, stacks):
     """Line that says which framework's configuration can be written."""
     try:
         from madmax_lib.plan_flags.keys import framework_named  # a wing
 
         framework = framework_named(stacks.split()[0])
+        with warnings.catch_warnings(action="ignore"):
+            result.configuration()
     except (ImportError, ValueError):
         return f"cannot write a configuration for {stacks}"
     return f"found.configuration() writes it for {framework}"
@@ -325,7 +335,7 @@ def in_launched_order(problem: SearchProblem, result: PartialResult) -> PartialR
     values = (seconds.to_numpy(), launched["memory_bytes"].to_numpy())
     front = rows.loc[front_of(*values, seconds.notna())]
     rows = rows.loc[seconds.sort_values(kind="stable").index]
-    table = rows.drop_duplicates(["step_s", "memory_bytes"]).head(problem.top)
+    table = rows.drop_duplicates(["step_s", "memory_bytes"])
     layouts = rows.drop_duplicates(list(LAYOUT_KEY)).head(MOST_LAYOUTS)
     return replace(result, table=dict(table), layouts=dict(layouts), front=dict(front))
 
@@ -399,9 +409,8 @@ def errors_of(plans: Described, problem: SearchProblem) -> np.ndarray:
     explained = (np.add.outer(variances, variances) - 2 * shared)[
         np.triu_indices(count, 1)
     ]
-    rest = spread
-    if explained.size:
-        rest = max(spread - np.median(explained), _LEAST_OWN * spread)
+    rest = spread - np.median(explained) if explained.size else spread
+    rest = max(rest, _LEAST_OWN * spread)
     return shared + rest / 2 * np.eye(count)
 
 

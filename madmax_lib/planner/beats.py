@@ -54,7 +54,12 @@ def beats(problem: SearchProblem, degrees: list[Degrees]) -> pd.DataFrame:
     texts = [Plan.parse(text) for text in table["plan"]]
     table["changes"] = [in_words(plan, recipe) for plan in texts]
     table["count"] = [int(changes(plan, recipe)) for plan in texts]
-    table = table.join(_gains(plans, problem))
+    # compared are steps as launched, if the recipe is
+    seconds = table["step_s"]
+    launched_s = table.get("launched_s", seconds)
+    if not np.isnan(launched_s[0]):
+        seconds = launched_s
+    table = table.join(_gains(plans, seconds, problem))
     table["fits"] = table["memory_bytes"] <= usable
     # beside itself the recipe has no gain; where it does not fit, what does is worth
     # knowing though slower
@@ -62,7 +67,8 @@ def beats(problem: SearchProblem, degrees: list[Degrees]) -> pd.DataFrame:
     roomier = table["fits"] > table["fits"][0]
     # what fits first
     rivals = table[faster | roomier]
-    rivals = rivals.sort_values("step_s", kind="stable")
+    order = seconds[rivals.index].sort_values(kind="stable")
+    rivals = rivals.loc[order.index]
     rivals = rivals.sort_values("fits", ascending=False, kind="stable")
     # of plans that differ in what comes with a change the best stands for all
     alone = rivals["changes"].str.replace(" with [^,]*", "", regex=True)
@@ -71,24 +77,25 @@ def beats(problem: SearchProblem, degrees: list[Degrees]) -> pd.DataFrame:
     return pd.concat([table.head(1), rivals], ignore_index=True)
 
 
-def _gains(plans, problem):
+def _gains(plans, seconds, problem):
     """Saved share of the first plan's step, how surely and why, of the plans after it."""
     # the first plan is the one beside which all others stand
-    step_s = plans.times["step_s"]
+    step_s = seconds.to_numpy()
     covariance = errors_of(plans, problem)
     variance = np.diag(covariance) + covariance[0, 0] - 2 * covariance[0]
     # of two plans that differ in nothing that is priced rounding may leave less than 0
     variance = np.maximum(variance, np.finfo(float).tiny)
     spread = np.sqrt(variance)
     log_gain = np.log(step_s[0] / step_s)
-    seconds = parts_in_words(plans)
-    saved = (seconds.iloc[0] - seconds) / seconds.iloc[0].sum()
+    parts_s = parts_in_words(plans)
+    saved = (parts_s.iloc[0] - parts_s) / parts_s.iloc[0].sum()
     most = saved.max(axis=1).map("{:.0%}".format)
     gains = pd.DataFrame({"saves": 1 - np.exp(-log_gain)})
     gains["saves_low"] = 1 - np.exp(_SIGMAS * spread - log_gain)
     gains["saves_high"] = 1 - np.exp(-_SIGMAS * spread - log_gain)
     gains["probability"] = ndtr(log_gain / spread)
-    gains["why"] = "saves " + most + " in " + saved.idxmax(axis=1)
+    why = "saves " + most + " in " + saved.idxmax(axis=1)
+    gains["why"] = why.where(most != "0%", "the stack that launches it is faster")
     return gains.drop(index=0)
 
 

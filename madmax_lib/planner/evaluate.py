@@ -106,6 +106,11 @@ class SearchProblem:
             )
         object.__setattr__(self, "top", require_int("top", self.top, 1))
 
+    @property
+    def most_plans(self) -> int:
+        """Plans to keep on the way: the stacks that launch them may change their order."""
+        return max(self.top, MOST_LAYOUTS)
+
 
 @dataclass(frozen=True)
 class PartialResult:
@@ -154,7 +159,7 @@ def merged(problem: SearchProblem, parts: Sequence[PartialResult]) -> PartialRes
     if table:
         # two parts may hold plans of equal time and memory
         first = _first_of_ties(slice(None), table["step_s"], table["memory_bytes"])
-        table = _rows(table, first[: problem.top])
+        table = _rows(table, first[: problem.most_plans])
         seconds = front["step_s"]
         front = _rows(front, front_of(seconds, front["memory_bytes"], seconds > 0))
         layouts = _rows(layouts, slice(MOST_LAYOUTS))
@@ -260,7 +265,7 @@ def _evaluate_block(problem, plans, position, masks):
     objective = np.where(fits, values[_OBJECTIVES[problem.objective]], np.inf)
     values["position"] = position
     chosen = (
-        _smallest(objective, memory, times, problem.top),
+        _smallest(objective, memory, times, problem.most_plans),
         front_of(times, memory, fits),
         _best_of_layouts(plans, objective, memory, times),
     )

@@ -4,18 +4,16 @@ A search deals the degrees of a `space` out in parts (`distribute`), each of whi
 worked out by `evaluate`.
 """
 
-import math
 import time
 from dataclasses import replace
-from datetime import date
 
 import numpy as np
 import pandas as pd
 
-from madmax_lib import catalog
-from madmax_lib.base import require_int, require_number, require_type
+from madmax_lib.base import require_int, require_type
 from madmax_lib.base.executors import submitter
-from madmax_lib.catalog import DLRM, Cluster, Device, Model, Software
+from madmax_lib.catalog import DLRM, Cluster, Model, Software
+from madmax_lib.catalog.tables import price_of
 from madmax_lib.plan import Case, Plan
 from madmax_lib.planner.answer import (
     SearchResult,
@@ -154,6 +152,7 @@ def _degrees_of(problem):
         reasons = "; ".join(
             f"{rule} ({count} dropped)" for rule, count in dropped.most_common()
         )
+        reasons = reasons or "no degrees of the space fill them"
         raise ValueError(
             f"no layout of {case.model.name} on {case.cluster.world_size} devices: "
             f"{reasons}"
@@ -174,8 +173,9 @@ def _answer(problem, result, dropped, complete):
     is_open = problem.case.software.name == "none"
     if result.feasible and is_open and problem.objective in ("time", "cost"):
         result = in_launched_order(problem, result)
+    table = pd.DataFrame(result.table).head(problem.top)
     return SearchResult(
-        described(problem, result.table).table,
+        described(problem, table).table,
         result.evaluated,
         result.feasible,
         0.0,  # seconds, when it ends
@@ -185,21 +185,6 @@ def _answer(problem, result, dropped, complete):
         pd.DataFrame(result.layouts),
         complete,
     )
-
-
-def price_of(device: Device, usd_per_hour: float | None) -> float:
-    """USD of a device-hour: as given, else the catalog's, NaN if of an earlier year."""
-    if usd_per_hour is not None:
-        return require_number("usd_per_hour", usd_per_hour)
-    price = device.usd_per_hour
-    rows = catalog.table("devices")
-    is_price = (rows["quantity"] == "price") & (rows["name"] == device.name)
-    listed = rows[is_price].tail(1)
-    # a price of the caller's own device is no date of the catalog's
-    if [price] != listed["value"].astype(float).tolist():
-        return price
-    recent = listed["date"].str.startswith(f"{date.today().year}").all()
-    return price if recent else math.nan
 
 
 def check_case(case: Case) -> None:

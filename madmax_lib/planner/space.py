@@ -402,7 +402,7 @@ def fixed_fields(plan: Plan) -> dict:
 def plan_of(row: dict) -> Plan:
     """The Plan of a row of a search table."""
     # .item(): numpy's numbers and flags become Python's
-    names = row.keys() & Plan.__dataclass_fields__.keys()
+    names = Plan.__dataclass_fields__.keys() & row.keys()
     return Plan(**{name: np.asarray(row[name]).item() for name in names})
 
 

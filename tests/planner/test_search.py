@@ -203,8 +203,10 @@ def test_a_stopped_search_has_the_best_so_far(monkeypatch, found):
     real = shards_module.evaluated
 
     def stops(problem, part):
-        yield next(real(problem, part))
-        raise KeyboardInterrupt
+        for result in real(problem, part):
+            yield result
+            if result.feasible:
+                raise KeyboardInterrupt
 
     monkeypatch.setattr(shards_module, "evaluated", stops)
     half = search(MODEL, NODE, 16, progress=False)
@@ -232,12 +234,36 @@ def test_plans_of_many_degrees_are_found_as_in_their_products(
     assert in_columns.evaluated == in_products.evaluated
 
 
+def test_the_best_does_not_depend_on_how_many_are_asked_for():
+    """Stacks change the order of plans: one is the best under DeepSpeed's step, another
+    as Megatron-Bridge launches it.
+    """
+    cluster = mm.cluster("dgx-a100", devices=5)
+    run = {"sequence": 2048, "progress": False}
+    first, ten = (search("llama2-7b", cluster, 8, top=top, **run) for top in (1, 10))
+    assert first.best == ten.best and len(first.table) == 1
+    # what beats a recipe is compared as launched, too
+    beaten = search("llama2-7b", cluster, 8, like="pp5", **run).beats
+    assert beaten["plan"][1] == str(first.best)
+    gain = 1 - beaten["launched_s"][1] / beaten["launched_s"][0]
+    assert beaten["saves"][1] == pytest.approx(gain) and gain > 0.1
+
+
+@pytest.mark.parametrize("objective", ["time", "memory", "energy"])
+def test_no_plan_of_the_front_is_beaten(objective):
+    space = replace(Space.quick(), zero=(0, 1, 3))
+    front = search("llama3-8b", "dgx-h100", 64, objective, space=space, progress=False)
+    front = front.pareto.sort_values("launched_s")
+    assert front["memory_bytes"].is_monotonic_decreasing and len(front) > 3
+
+
 def test_workers_find_what_one_process_finds(dask_client, found):
     options = {"space": SPACE, "progress": False}
     spread = search(MODEL, NODE, 16, client=dask_client, **options)
     pd.testing.assert_frame_equal(spread.table, found.table)
     pd.testing.assert_frame_equal(spread.pareto, found.pareto)
     assert (spread.evaluated, spread.feasible) == (found.evaluated, found.feasible)
+    assert spread == found
 
 
 def test_slurm_workers_are_asked_for_as_the_docs_say():

@@ -263,6 +263,30 @@ def test_plans_of_several_kinds_of_layers_are_timed_in_a_table_as_alone(name):
         assert table[columns].iloc[row].tolist() == pytest.approx(alone, rel=1e-9), plan
 
 
+def test_a_row_is_timed_as_alone_beside_rows_that_split_the_backward_pass():
+    plans = [
+        "dp2.tp4.pp4.cp2.z3.v2.dualpipev.reduce-fp32",
+        "dp16.pp4.zb",
+        "dp16.pp4.z3.v2.zbv",
+    ]
+    step = ("llama3-70b", mm.cluster("dgx-h100", 8))
+    table = mm.estimate(*step, plans, global_batch=128)
+    alone = [mm.estimate(*step, plan, global_batch=128)["step_s"][0] for plan in plans]
+    assert table["step_s"].tolist() == pytest.approx(alone, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "odd", [{"dp": 8.5}, {"dp": np.inf}, {"dp": 2.0**70}, {"tp": 1.5}, {"cp": 1.5}]
+)
+def test_a_degree_that_is_none_has_a_reason_in_a_table(odd):
+    plans = pd.DataFrame(
+        [{"dp": 8, "tp": 1, "cp": 1}, {"dp": 8, "tp": 1, "cp": 1} | odd]
+    )
+    table = mm.estimate("llama3-8b", "dgx-h100", plans, global_batch=32)
+    assert table["step_s"].isna().tolist() == [False, True]
+    assert table["reason"][0] == "" and "must" in table["reason"][1]
+
+
 def test_stacked_cases_are_timed_as_alone():
     """Random models, with and without experts, vision, machines, dtypes, software and
     plans, in one array. Beside cp, attention is three blocks, of which each hides its

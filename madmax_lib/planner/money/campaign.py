@@ -17,9 +17,10 @@ from madmax_lib.base import (
     same_fields,
 )
 from madmax_lib.catalog import Cluster, Model, Software
+from madmax_lib.catalog.tables import price_of
 from madmax_lib.plan import Case, Plan
 from madmax_lib.planner.money.goodput import Goodput, practice
-from madmax_lib.planner.search import check_case, price_of, search
+from madmax_lib.planner.search import check_case, search
 from madmax_lib.planner.space import Space
 from madmax_lib.simulator import estimate, usable_bytes
 from madmax_lib.simulator.memory.stacks import stacks_of

@@ -64,7 +64,9 @@ class Groups:
         p = self.plan
         replicas = p.replicas
         shard = p.sharing
-        in_node = np.gcd(replicas, np.maximum(self.node // p.tp, 1))
+        # degrees of a table may be anything, as long as they are not judged
+        node = np.asarray(np.maximum(self.node // p.tp, 1), dtype=np.int64)
+        in_node = np.gcd(np.asarray(replicas, dtype=np.int64), node)
         etp = p.tp // p.expert_spread
         holders = replicas * p.expert_spread
         expert_shard = np.asarray(

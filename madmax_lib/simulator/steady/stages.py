@@ -248,9 +248,11 @@ def _layer_passes(layer, costs):
         ahead_s, back_s = _gathered_passes_s(model, costs, ahead_s, back_s)
     split = prices.splits_backward > 0
     if np.any(split):
-        dgrad_s = overlapped_s(dgrad_s, traffic.backward_s, 0.0, prices)
-        wgrad_s = overlapped_s(wgrad_s, 0.0, traffic.reduce_s, prices)
-        back_s = np.where(split, dgrad_s + wgrad_s, back_s)
+        gathered_s = overlapped_s(dgrad_s, traffic.backward_s, 0.0, prices)
+        reduced_s = overlapped_s(wgrad_s, 0.0, traffic.reduce_s, prices)
+        dgrad_s = np.where(split, gathered_s, dgrad_s)
+        wgrad_s = np.where(split, reduced_s, wgrad_s)
+        back_s = np.where(split, gathered_s + reduced_s, back_s)
     return LayerPasses(ahead_s, back_s, dgrad_s, wgrad_s)
 
 
