@@ -98,9 +98,8 @@ class SearchResult:
     seconds: float
     dropped: pd.DataFrame
     problem: SearchProblem
-    # plans of the two tables that are made when they are asked for
-    front: pd.DataFrame
-    layouts: pd.DataFrame
+    front: pd.DataFrame  # plans of which `pareto` is made when it is asked for
+    layouts: pd.DataFrame  # and `different`
     complete: bool = True
     beats: pd.DataFrame = field(default_factory=pd.DataFrame)
 
@@ -112,7 +111,8 @@ class SearchResult:
             return table
         seconds = table["launched_s"].to_numpy()
         memory_bytes = table["memory_bytes"].to_numpy()
-        return table.iloc[front_of(seconds, memory_bytes, seconds > 0)]
+        rows = front_of(seconds, memory_bytes, seconds > 0)
+        return table.iloc[rows].reset_index(drop=True)
 
     @cached_property
     def different(self) -> pd.DataFrame:
@@ -243,7 +243,7 @@ class SearchResult:
         """Whether two searches found the same, however long each took."""
         if not isinstance(other, SearchResult):
             return False
-        # of these plans the tables are; they have numbers of the way to them, too
+        # plans before they are described are numbered by who worked them out
         same = {name: getattr(self, name) for name in ("seconds", "front", "layouts")}
         return same_fields(self, replace(other, **same))
 
@@ -325,19 +325,16 @@ def described(problem: SearchProblem, columns: Columns) -> Described:
 
 
 def in_launched_order(problem: SearchProblem, result: PartialResult) -> PartialResult:
-    """The same plans in order of the time that their first stacks take, and those of
-    them that no other one beats in it and memory.
+    """The same plans in order of the time that their first stacks take; any of them may
+    be of the front.
     """
     parts = map(pd.DataFrame, (result.table, result.layouts, result.front))
     rows = pd.concat(parts, ignore_index=True)
-    launched = described(problem, dict(rows)).table
-    seconds = launched["launched_s"]
-    values = (seconds.to_numpy(), launched["memory_bytes"].to_numpy())
-    front = rows.loc[front_of(*values, seconds.notna())]
+    seconds = described(problem, rows).table["launched_s"]
     rows = rows.loc[seconds.sort_values(kind="stable").index]
     table = rows.drop_duplicates(["step_s", "memory_bytes"])
     layouts = rows.drop_duplicates(list(LAYOUT_KEY)).head(MOST_LAYOUTS)
-    return replace(result, table=dict(table), layouts=dict(layouts), front=dict(front))
+    return replace(result, table=dict(table), layouts=dict(layouts), front=dict(rows))
 
 
 def _as_launched(case, problem):
