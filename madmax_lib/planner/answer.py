@@ -171,8 +171,8 @@ class SearchResult:
             return f"{name}: only plans it launches, timed with its overlaps"
         stacks = ", ".join(stack.name for stack in self.problem.stacks)
         return (
-            f"none named: plans that {stacks} can launch, ranked by launched_s, the step "
-            "under the fastest of these; step_s: under tuned Megatron-Core"
+            f"none named: plans that {stacks} can launch; launched_s: the step under the "
+            "first of a plan's stacks; step_s: under tuned Megatron-Core"
         )
 
     @property
@@ -219,8 +219,7 @@ class SearchResult:
         ]
         if "launched_s" in best:
             lines[1] += f"; {best.launched_s:.3g} s as the first of these"
-        is_of_time = self.problem.objective == "time"
-        if is_of_time and ten["probability"].notna().all():
+        if self.problem.is_for_speed and ten["probability"].notna().all():
             chances = ", ".join(
                 f"{row.plan} {row.probability:.0%}" for row in ten[:3].itertuples()
             )

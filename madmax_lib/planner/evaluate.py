@@ -107,6 +107,11 @@ class SearchProblem:
         object.__setattr__(self, "top", require_int("top", self.top, 1))
 
     @property
+    def is_for_speed(self) -> bool:
+        """Whether the fastest plan is the best: it is the cheapest, too."""
+        return self.objective in ("time", "cost")
+
+    @property
     def most_plans(self) -> int:
         """Plans to keep on the way: the stacks that launch them may change their order."""
         return max(self.top, MOST_LAYOUTS)

@@ -171,7 +171,7 @@ def _answer(problem, result, dropped, complete):
     rules.append(("must fit in memory", result.evaluated - result.feasible, "plans"))
     # energy and memory are of the usual software
     is_open = problem.case.software.name == "none"
-    if result.feasible and is_open and problem.objective in ("time", "cost"):
+    if result.feasible and is_open and problem.is_for_speed:
         result = in_launched_order(problem, result)
     table = pd.DataFrame(result.table).head(problem.top)
     return SearchResult(

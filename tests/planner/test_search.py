@@ -252,9 +252,11 @@ def test_the_best_does_not_depend_on_how_many_are_asked_for():
 @pytest.mark.parametrize("objective", ["time", "memory", "energy"])
 def test_no_plan_of_the_front_is_beaten(objective):
     space = replace(Space.quick(), zero=(0, 1, 3))
-    front = search("llama3-8b", "dgx-h100", 64, objective, space=space, progress=False)
-    front = front.pareto.sort_values("launched_s")
+    found = search("llama3-8b", "dgx-h100", 64, objective, space=space, progress=False)
+    front = found.pareto.sort_values("launched_s")
     assert front["memory_bytes"].is_monotonic_decreasing and len(front) > 3
+    assert found.pareto.index.tolist() == list(range(len(front)))
+    assert ("to be the fastest" in repr(found)) == (objective == "time")
 
 
 def test_workers_find_what_one_process_finds(dask_client, found):

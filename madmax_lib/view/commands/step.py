@@ -187,6 +187,9 @@ def _search(options):
     first = COLUMNS["beating" if recipe else "found"]
     if asked_for and not recipe:
         first = ("plan", asked_for, *first[1:])
+    # who looks for the least memory or energy does not ask for the fastest
+    if not (recipe or result.problem.is_for_speed):
+        best = best.drop(columns="probability", errors="ignore")
     columns = [name for name in COLUMNS["searched"] if name in best]
     # the file first: a failure to write it is no half answer
     written = True
